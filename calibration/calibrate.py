@@ -1,0 +1,225 @@
+"""`calibrate`: text in, statistics out; killed at any moment, resumed to the same bits."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from quantsink.apply import check_unquantized
+from quantsink.architecture import Architecture
+from quantsink.calibration.calibration import FACTS, Calibration, Domain, Settings, Statistics
+from quantsink.calibration.collect import FIRST_ROW, Collector, collecting
+from quantsink.calibration.text import Windows, parse_spec, sample_self, windows
+from quantsink.errors import CalibrationError, DataError, UsageError
+from quantsink.files import write_bytes
+from quantsink.source import model_fingerprint, tokenizer_fingerprint
+
+DEFAULT_DATA = ("builtin:prose", "builtin:code")
+PARTIAL = "partial.safetensors"
+SAVE_EVERY = 10.0
+"""Seconds between two saves of the partial statistics."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the domain, windows done and windows in all."""
+
+
+def read_windows(
+    model: Any, tokenizer: Any, data: Sequence[str], *, seq_len: int, max_tokens: int, bos: bool, seed: int
+) -> list[tuple[str, Windows]]:
+    """(spec, windows) of each domain; `max_tokens` is shared evenly. `model` is only asked for `self` text."""
+    sources = [parse_spec(spec) for spec in data]
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        raise UsageError(f"--data {next(n for n in names if names.count(n) > 1)}: given twice; give each text once")
+    if not sources:
+        raise UsageError("--data: no text given")
+    share = max_tokens // len(sources)
+    if share < seq_len:
+        raise UsageError(f"--max-tokens {max_tokens}: less than one window of {seq_len} tokens for each text")
+    found = []
+    for source in sources:
+        if source.spec == "self":
+            part = sample_self(model, tokenizer, tokens=share, seq_len=seq_len, seed=seed, bos=bos)
+        else:
+            part = windows(tokenizer, source, seq_len=seq_len, max_tokens=share, bos=bos)
+        found.append((source.spec, part))
+    return found
+
+
+def calibrate(
+    model: Any,
+    tokenizer: Any,
+    data: str | Sequence[str] = DEFAULT_DATA,
+    *,
+    seq_len: int = 512,
+    max_tokens: int = 65536,
+    sink_size: int = 1,
+    query_rows: int | None = 64,
+    error_windows: int = 4,
+    bos: bool = True,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    name: str | None = None,
+) -> Calibration:
+    """Measure every attention head and linear layer of `model` on text.
+
+    Args:
+        data: one SPEC or several; each is a domain of its own (docs/cli.md).
+        seq_len: tokens a window, BOS included.
+        max_tokens: tokens in all, shared evenly by the domains.
+        sink_size: sink tokens at the start of each sequence.
+        query_rows: query rows measured a window, evenly spread; None measures every row.
+        error_windows: windows a domain in which each head's INT8 error is measured too.
+        bos: False leaves the BOS token out, for models that were trained without one.
+        folder: where the partial state is kept, so that `resume` can go on after a kill; the result is not saved here.
+        resume: go on with the partial state in `folder`.
+
+    Raises:
+        UsageError, DataError: options or text that cannot be used.
+        ArchitectureError, ModelError: a model that is not understood, or quantized already.
+        CalibrationError: `resume` with another model, text or settings than the partial state's.
+    """
+    check_unquantized(model)
+    architecture = Architecture.of(model)
+    specs = [data] if isinstance(data, str) else list(data)
+    if not 1 <= sink_size < seq_len:
+        raise UsageError(f"--sink-size {sink_size}: at least 1 and below --seq-len {seq_len}")
+    if query_rows is not None and query_rows < 1:
+        raise UsageError(f"--query-rows {query_rows}: 1 or more")
+    texts = read_windows(model, tokenizer, specs, seq_len=seq_len, max_tokens=max_tokens, bos=bos, seed=seed)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    settings = Settings(seq_len, max_tokens, sink_size, query_rows, error_windows, bos, seed, dtype)
+    label = name or model.config._name_or_path or type(model).__name__
+    facts = _Facts(
+        label, model_fingerprint(model), tokenizer_fingerprint(tokenizer), settings, _domains(texts), texts[0][1].bos
+    )
+    state = _State(Path(folder) / PARTIAL if folder is not None else None, facts)
+    options = {"sink_size": sink_size, "query_rows": query_rows, "error_windows": error_windows}
+    collectors = {text.name: Collector(model, architecture, **options) for _, text in texts}  # type: ignore[arg-type]
+    if resume:
+        finished = state.finished()
+        if finished is not None:
+            return finished
+        state.read(collectors)
+    device = next(model.parameters()).device
+    for _, text in texts:
+        collector = collectors[text.name]
+        with collecting(collector):
+            for ids in text.ids[collector.windows :]:
+                collector.run(ids[None].to(device))
+                state.save(collectors)
+                if progress is not None:
+                    progress(text.name, collector.windows, len(text.ids))
+    for name, part in collectors.items():
+        if not any(bool(fields["rows"].any()) for fields in part.heads.values()):
+            raise DataError(f"data {name!r}: no window is longer than {FIRST_ROW} tokens; give longer text")
+    statistics = {name: Statistics(part.heads, part.linears) for name, part in collectors.items()}
+    return Calibration(
+        architecture.model_type,
+        label,
+        facts.model,
+        facts.tokenizer,
+        facts.bos,
+        settings,
+        architecture.attentions,
+        facts.domains,
+        statistics,
+    )
+
+
+def _domains(texts: list[tuple[str, Windows]]) -> tuple[Domain, ...]:
+    return tuple(
+        Domain(t.name, spec, t.tokens, len(t.ids), t.documents, t.removed_bos, t.complete, t.fingerprint)
+        for spec, t in texts
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    name: str
+    model: str
+    tokenizer: str
+    settings: Settings
+    domains: tuple[Domain, ...]
+    bos: int | None
+
+
+class _State:
+    """The partial statistics on disk: one safetensors file, written whole, with what it belongs to in its metadata."""
+
+    def __init__(self, path: Path | None, facts: _Facts) -> None:
+        self.path, self.facts, self.saved = path, facts, time.monotonic()
+        self.identity = {
+            "model": facts.model,
+            "tokenizer": facts.tokenizer,
+            "settings": json.dumps(dataclasses.asdict(facts.settings)),
+            "data": json.dumps([dataclasses.asdict(domain) for domain in facts.domains]),
+        }
+
+    def save(self, collectors: dict[str, Collector]) -> None:
+        if self.path is None or time.monotonic() - self.saved < SAVE_EVERY:
+            return
+        tensors = {f"{d}/{key}": value for d, c in collectors.items() for key, value in _tensors(c).items()}
+        done = {domain: collector.windows for domain, collector in collectors.items()}
+        write_bytes(self.path, save(tensors, {**self.identity, "windows": json.dumps(done)}))
+        self.saved = time.monotonic()
+
+    def finished(self) -> Calibration | None:
+        """The calibration that lies complete in the folder already, where it is the one that was asked for."""
+        if self.path is None or self.path.is_file() or not (self.path.parent / FACTS).is_file():
+            return None
+        found = Calibration.load(self.path.parent)
+        same = {
+            "model": found.fingerprint == self.facts.model,
+            "tokenizer": found.tokenizer_fingerprint == self.facts.tokenizer,
+            "settings": found.settings == self.facts.settings,
+            "data": found.domains == self.facts.domains,
+        }
+        for key, good in same.items():
+            if not good:
+                raise CalibrationError(
+                    f"{self.path.parent}: finished with another {key}; choose another -o or pass --force"
+                )
+        return found
+
+    def read(self, collectors: dict[str, Collector]) -> None:
+        if self.path is None or not self.path.is_file():
+            return
+        try:
+            with safe_open(self.path, "pt") as file:
+                metadata = file.metadata() or {}
+                for key, value in self.identity.items():
+                    if metadata.get(key) != value:
+                        raise CalibrationError(
+                            f"{self.path}: begun with another {key}; repeat the first command with --resume, "
+                            "or start again with --force"
+                        )
+                done = json.loads(metadata["windows"])
+                for domain, collector in collectors.items():
+                    collector.windows = done[domain]
+                    for group in (collector.heads, collector.linears):
+                        for module, fields in group.items():
+                            for field in fields:
+                                fields[field] = file.get_tensor(f"{domain}/{module}/{field}").clone()
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise CalibrationError(f"{self.path}: damaged: {error}; start again with --force") from error
+
+
+def _tensors(collector: Collector) -> dict[str, torch.Tensor]:
+    return {
+        f"{module}/{field}": value.contiguous()
+        for group in (collector.heads, collector.linears)
+        for module, fields in group.items()
+        for field, value in fields.items()
+    }
+
+
+__all__ = ["DEFAULT_DATA", "FACTS", "PARTIAL", "calibrate", "read_windows"]

@@ -1,0 +1,280 @@
+"""`Calibration`: the measured statistics of one model, and its two files (docs/formats.md)."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from quantsink.architecture import AttentionLayer
+from quantsink.calibration.statistics import BINS, Fields, empty_heads, empty_linear, merge
+from quantsink.errors import CalibrationError
+from quantsink.files import write_bytes, write_json
+from quantsink.kernels import Route
+
+SCHEMA = 1
+TENSORS, FACTS = "calibration.safetensors", "calibration.json"
+LEVELS = {"sink": 0.3, "strong": 0.8, "dormant": 0.98}
+"""Report levels of BOS mass."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for; a resumed calibration must ask for the same."""
+
+    seq_len: int
+    max_tokens: int
+    sink_size: int
+    query_rows: int | None
+    error_windows: int
+    bos: bool
+    seed: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One text that was measured, with true counts."""
+
+    name: str
+    spec: str
+    tokens: int
+    windows: int
+    documents: int
+    removed_bos: int
+    complete: bool
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """One query head, over all domains. Masses and entropy are means over rows, `*_std` spreads over sequences."""
+
+    layer: int
+    head: int
+    kv_head: int
+    bos_mass: float
+    bos_mass_std: float
+    sink_mass: float
+    entropy: float
+    entropy_std: float
+    logit_max: float
+    rest_peak: float
+    error_int8: float | None
+    """Relative L2 error of the layer's attention output when this head alone takes the `int8` route."""
+    error_sink: float | None
+    sink: bool
+    route: str
+    domains: Mapping[str, Mapping[str, float]]
+    """BOS mass and entropy by domain."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Fields of `quantsink.calibration.statistics` by attention module and by linear layer."""
+
+    heads: Mapping[str, Fields]
+    linears: Mapping[str, Fields]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Statistics of one model over one or several texts."""
+
+    model_type: str
+    model: str
+    fingerprint: str
+    tokenizer_fingerprint: str
+    bos: int | None
+    """Token id that starts each window; None: the model has no BOS and the first token is the sink candidate."""
+    settings: Settings
+    layers: tuple[AttentionLayer, ...]
+    domains: tuple[Domain, ...]
+    statistics: Mapping[str, Statistics]
+
+    @property
+    def total(self) -> Statistics:
+        """All domains together."""
+        parts = list(self.statistics.values())
+        return Statistics(
+            {name: merge(dict(part.heads[name]) for part in parts) for name in parts[0].heads},
+            {name: merge(dict(part.linears[name]) for part in parts) for name in parts[0].linears},
+        )
+
+    def heads(self, sink_threshold: float = 0.3, entropy_threshold: float = 1.0) -> list[Head]:
+        """Every query head, in order of layer and head; `sink` by BOS mass (or sink mass) and normalized entropy."""
+        total = self.total.heads
+        found = []
+        for layer in self.layers:
+            whole = head_means(total[layer.name])
+            split = {domain: head_means(stats.heads[layer.name]) for domain, stats in self.statistics.items()}
+            for head in range(layer.heads):
+                value = {name: float(tensor[head]) for name, tensor in whole.items()}
+                mass = max(value["bos_mass"], value["sink_mass"])
+                sink = mass >= sink_threshold and value["entropy"] <= entropy_threshold
+                by_domain = {
+                    domain: {key: float(means[key][head]) for key in ("bos_mass", "entropy")}
+                    for domain, means in split.items()
+                    if math.isfinite(float(means["bos_mass"][head]))
+                }
+                route = Route.SINK if sink else Route.INT8
+                found.append(
+                    Head(
+                        layer=layer.index,
+                        head=head,
+                        kv_head=layer.kv_head(head),
+                        bos_mass=value["bos_mass"],
+                        bos_mass_std=value["bos_mass_std"],
+                        sink_mass=value["sink_mass"],
+                        entropy=value["entropy"],
+                        entropy_std=value["entropy_std"],
+                        logit_max=value["logit_max"],
+                        rest_peak=value["rest_peak"],
+                        error_int8=_known(value["error_int8"]),
+                        error_sink=_known(value["error_sink"]),
+                        sink=sink,
+                        route=route.name.lower(),
+                        domains=by_domain,
+                    )
+                )
+        return found
+
+    def save(self, folder: str | Path) -> None:
+        """Write `calibration.safetensors`, then `calibration.json`, each whole; the JSON file makes it complete."""
+        folder = Path(folder)
+        write_bytes(folder / TENSORS, save(self.tensors()))
+        write_json(folder / FACTS, self.facts())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every statistic as `domain/heads|linears/module/field`."""
+        return {
+            f"{domain}/{group}/{name}/{field}": value.contiguous()
+            for domain, stats in self.statistics.items()
+            for group, modules in (("heads", stats.heads), ("linears", stats.linears))
+            for name, fields in modules.items()
+            for field, value in fields.items()
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "model_type": self.model_type,
+            "model": self.model,
+            "fingerprint": {"model": self.fingerprint, "tokenizer": self.tokenizer_fingerprint},
+            "bos": self.bos,
+            "settings": dataclasses.asdict(self.settings),
+            "domains": [dataclasses.asdict(domain) for domain in self.domains],
+            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+            "heads": [dataclasses.asdict(head) for head in self.heads()],
+        }
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Calibration":
+        """Read a calibration folder.
+
+        Raises:
+            CalibrationError: missing, unfinished or damaged; the message names the file and the field.
+        """
+        folder = Path(folder)
+        if not (folder / FACTS).is_file():
+            raise CalibrationError(f"{folder}: no {FACTS}; a finished `quantsink calibrate -o` folder has one")
+        facts = _read_facts(folder / FACTS)
+        try:
+            tensors = load_file(folder / TENSORS)
+        except (OSError, SafetensorError) as error:
+            raise CalibrationError(f"{folder / TENSORS}: cannot be read: {error}; calibrate again") from error
+        try:
+            layers = tuple(AttentionLayer(**layer) for layer in facts["layers"])
+            domains = tuple(Domain(**domain) for domain in facts["domains"])
+            statistics = {domain.name: _read_domain(domain.name, layers, tensors) for domain in domains}
+            calibration = cls(
+                facts["model_type"],
+                facts["model"],
+                facts["fingerprint"]["model"],
+                facts["fingerprint"]["tokenizer"],
+                facts["bos"],
+                Settings(**facts["settings"]),
+                layers,
+                domains,
+                statistics,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CalibrationError(
+                f"{folder / FACTS}: damaged, {type(error).__name__}: {error}; calibrate again"
+            ) from error
+        surplus = sorted(tensors.keys() - calibration.tensors().keys())
+        if surplus or not statistics:
+            raise CalibrationError(
+                f"{folder / TENSORS}: {surplus[0] if surplus else 'no domain'} does not belong to {FACTS}"
+            )
+        return calibration
+
+    def check_model(self, fingerprint: str, place: str) -> None:
+        """Refuse a model with other weights than the calibrated ones."""
+        if fingerprint != self.fingerprint:
+            raise CalibrationError(
+                f"{place}: its weights are not those of the calibrated {self.model}; calibrate this model"
+            )
+
+
+def head_means(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Means, spreads and relative errors `[H]` from summed statistics; NaN where no row was counted."""
+    rows, windows = fields["rows"], fields["windows"]
+    energy = fields["output_energy"]
+    means = {name: fields[name] / rows for name in ("bos_mass", "sink_mass", "entropy", "rest_peak")}
+    for name in ("bos_mass", "entropy"):
+        variance = fields[f"{name}_window_sq"] / windows - (fields[f"{name}_window"] / windows) ** 2
+        means[f"{name}_std"] = variance.clamp(min=0).sqrt()
+    means["logit_max"] = fields["logit_max"]
+    for name in ("error_int8", "error_sink"):
+        means[name] = torch.where(energy > 0, (fields[name] / energy).sqrt(), torch.full_like(energy, math.nan))
+    return means
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"{path}: cannot be read: {error}; calibrate again") from error
+    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
+        found = facts.get("schema") if isinstance(facts, dict) else None
+        raise CalibrationError(f"{path}: schema {found!r}, this quantsink reads {SCHEMA}; calibrate again")
+    return facts
+
+
+def _read_domain(domain: str, layers: tuple[AttentionLayer, ...], tensors: Mapping[str, torch.Tensor]) -> Statistics:
+    linear_prefix = f"{domain}/linears/"
+    names = sorted({key[len(linear_prefix) :].rpartition("/")[0] for key in tensors if key.startswith(linear_prefix)})
+    heads = {layer.name: _fields(f"{domain}/heads/{layer.name}", empty_heads(layer), tensors) for layer in layers}
+    linears = {}
+    for name in names:
+        first = tensors.get(f"{linear_prefix}{name}/input_amax")
+        size = first.numel() if first is not None else 0
+        linears[name] = _fields(f"{linear_prefix}{name}", empty_linear(size), tensors)
+    return Statistics(heads, linears)
+
+
+def _fields(prefix: str, like: Fields, tensors: Mapping[str, torch.Tensor]) -> Fields:
+    found = {}
+    for field, blank in like.items():
+        value = tensors.get(f"{prefix}/{field}")
+        if value is None or value.shape != blank.shape or value.dtype != torch.float64 or bool(value.isnan().any()):
+            state = "missing" if value is None else f"{value.dtype} {list(value.shape)}, or NaN,"
+            raise CalibrationError(
+                f"{TENSORS}: {prefix}/{field} is {state} where float64 {list(blank.shape)} belongs; calibrate again"
+            )
+        found[field] = value
+    return found
+
+
+__all__ = ["BINS", "LEVELS", "Calibration", "Domain", "Head", "Settings", "Statistics", "head_means"]

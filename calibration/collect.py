@@ -1,0 +1,281 @@
+"""Run a model over windows and collect its statistics through transformers' attention interface.
+
+The model's own attention still computes its output (PyTorch's SDPA; the reference kernel where SDPA has no soft-cap or
+learned sinks). Statistics see a block of query rows at a time, so memory grows with L, never with L x L. Everything
+that was hooked is as before afterwards, also after an exception.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+from quantsink.architecture import Architecture, AttentionLayer
+from quantsink.calibration.statistics import (
+    Fields,
+    add,
+    empty_heads,
+    empty_linear,
+    measure_keys,
+    measure_rows,
+    measure_window,
+)
+from quantsink.errors import ArchitectureError
+from quantsink.kernels import Route, sink_attention
+
+NAME = "quantsink_calibrate"
+FIRST_ROW = 16
+"""Queries nearer than this to the first token do not count (docs/design.md)."""
+ROW_BLOCK = 64
+
+_ACTIVE: "weakref.WeakKeyDictionary[nn.Module, Callable[..., None]]" = weakref.WeakKeyDictionary()
+
+
+class Collector:
+    """Statistics of one model over one domain's text; feed it windows inside `collecting(...)`.
+
+    Args:
+        query_rows: query rows measured a window, evenly spread; None measures every row.
+        error_windows: windows in which the error of each route is measured as well.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        architecture: Architecture,
+        *,
+        sink_size: int,
+        query_rows: int | None = 64,
+        error_windows: int = 8,
+    ) -> None:
+        self.model, self.architecture = model, architecture
+        self.sink_size, self.query_rows, self.error_windows = sink_size, query_rows, error_windows
+        modules = dict(model.named_modules())
+        self.heads: dict[str, Fields] = {layer.name: empty_heads(layer) for layer in architecture.attentions}
+        self.linears: dict[str, Fields] = {n: empty_linear(modules[n].in_features) for n in architecture.linears}
+        self.windows = 0
+        self._modules = modules
+        self._gram: dict[str, Tensor] = {}
+        self._seen: set[str] = set()
+        self._real: list[tuple[int, int]] = []
+        self._last: tuple[Tensor | None, Fields] = (None, {})
+
+    @torch.no_grad()
+    def run(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Measure one batch `[B, L]`; `attention_mask` `[B, L]` marks real tokens (1), in one run per row."""
+        self._real = _real_ranges(ids, attention_mask)
+        self._seen.clear()
+        decoder = self._modules[self.architecture.decoder]
+        decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False)
+        self._last = (None, {})
+        silent = [layer.name for layer in self.architecture.attentions if layer.name not in self._seen]
+        if silent:
+            raise ArchitectureError(f"{silent[0]}: its attention did not go through transformers' attention interface")
+        self.windows += len(ids)
+
+    def attention(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        s_aux: Tensor | None,
+    ) -> None:
+        """Called for each layer with query `[B, H, L, D]` and unrepeated key, value `[B, KVH, L, D]`."""
+        self._seen.add(layer.name)
+        into = self.heads[layer.name]
+        for row, (first, end) in enumerate(self._real):
+            real = torch.arange(first, end, device=query.device)
+            sink = torch.zeros(key.shape[2], dtype=torch.bool, device=query.device)
+            sink[first : min(first + self.sink_size, end)] = True
+            add(into, measure_keys(key[row][:, real], value[row][:, real], sink[real]))
+            rows = self._choose_rows(first, end, query.device)
+            if not len(rows):
+                continue
+            total: Fields = {}
+            for block in rows.split(ROW_BLOCK):
+                visible = _visible(mask, row, block, key.shape[2])
+                s = _scores(query[row][:, block], key[row], scaling, softcap)
+                found = measure_rows(s, visible, sink, first, s_aux)
+                add(into, found)
+                if self.windows + row < self.error_windows:
+                    inputs = (query[row : row + 1, :, block], key[row : row + 1], value[row : row + 1])
+                    add(into, self._errors(layer, *inputs, visible, first, scaling, softcap, s_aux))
+                total = {n: total[n] + v if n in total else v for n, v in found.items() if not n.endswith("max")}
+            add(into, measure_window(total))
+
+    def _choose_rows(self, first: int, end: int, device: torch.device) -> Tensor:
+        start = first + FIRST_ROW
+        if self.query_rows is None or end - start <= self.query_rows:
+            return torch.arange(start, max(end, start), device=device)
+        return torch.linspace(start, end - 1, self.query_rows, device=device).round().long()
+
+    def _errors(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor,
+        first: int,
+        scaling: float,
+        softcap: float | None,
+        s_aux: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Squared error of each head's output after the output projection, on the `int8` and on the `sink` route."""
+        weight = self._modules[layer.o].weight.detach().float().view(-1, layer.heads, layer.head_dim)
+        if layer.name not in self._gram:
+            self._gram[layer.name] = torch.einsum("ohd,ohe->hde", weight, weight)
+        gram = self._gram[layer.name]
+        mean = k[0, :, min(first + self.sink_size, k.shape[2] - 1) :].float().mean(1)
+        start = torch.tensor([first], device=k.device)
+
+        def run(route: Route) -> Tensor:
+            routes = torch.full((layer.heads,), int(route), device=k.device)
+            return sink_attention(
+                q.float(),
+                k.float(),
+                v.float(),
+                routes=routes,
+                key_mean=mean,
+                scaling=scaling,
+                mask=visible[None, None],
+                sink_size=self.sink_size,
+                sink_start=start,
+                softcap=softcap,
+                s_aux=s_aux,
+            )[0]
+
+        exact = run(Route.NATIVE)
+        whole = torch.einsum("hqd,ohd->qo", exact, weight).square().sum()
+        found = {"error_rows": torch.full((layer.heads,), float(len(visible)))}
+        found["output_energy"] = whole.double().expand(layer.heads)
+        for name, route in (("error_int8", Route.INT8), ("error_sink", Route.SINK)):
+            delta = run(route) - exact
+            found[name] = torch.einsum("hqd,hde,hqe->h", delta, gram, delta).double().clamp(min=0)
+        return found
+
+    def linear(self, name: str, x: Tensor) -> None:
+        """Called with the input `[B, L, K]` of each linear layer; layers that share an input share the work."""
+        last, found = self._last
+        if last is not x:
+            if x.dim() != 3 or x.shape[0] != len(self._real):
+                raise ArchitectureError(f"{name}: its input {list(x.shape)} does not hold one row per token")
+            found = {}
+            for row, (first, end) in enumerate(self._real):
+                border = min(first + self.sink_size, end)
+                for field, part in (("input_sink_amax", x[row, first:border]), ("input_amax", x[row, border:end])):
+                    if len(part):
+                        low, high = torch.aminmax(part, dim=0)
+                        peak = torch.maximum(high, -low)
+                        found[field] = torch.maximum(found[field], peak) if field in found else peak
+            self._last = (x, found)
+        add(self.linears[name], found)
+
+
+@contextlib.contextmanager
+def collecting(collector: Collector) -> Iterator[None]:
+    """Route the model's attention and linear inputs through `collector` while the block runs."""
+    model = collector.model
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    training = {module: module.training for module in model.modules()}
+    handles = []
+    try:
+        model.eval()
+        for layer in collector.architecture.attentions:
+            _ACTIVE[collector._modules[layer.name]] = _for_layer(collector, layer)
+        for name in collector.architecture.linears:
+            handles.append(collector._modules[name].register_forward_pre_hook(_for_linear(collector, name)))
+        for config in configs.values():
+            config._attn_implementation_internal = NAME
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+        for handle in handles:
+            handle.remove()
+        for layer in collector.architecture.attentions:
+            _ACTIVE.pop(collector._modules[layer.name], None)
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _for_layer(collector: Collector, layer: AttentionLayer) -> Callable[..., None]:
+    return lambda *arguments: collector.attention(layer, *arguments)
+
+
+def _for_linear(collector: Collector, name: str) -> Callable[..., None]:
+    return lambda _, arguments: collector.linear(name, arguments[0])
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    measure = _ACTIVE.get(module)
+    if measure is not None:
+        measure(query, key, value, attention_mask, scaling, softcap, s_aux)
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    out = sink_attention(
+        query,
+        key,
+        value,
+        routes=torch.full((query.shape[1],), int(Route.NATIVE), device=query.device),
+        key_mean=torch.zeros(key.shape[1], key.shape[3], device=key.device),
+        scaling=scaling,
+        mask=attention_mask,
+        softcap=softcap,
+        s_aux=s_aux,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """`[H, Q, L]` logits of query rows `[H, Q, D]` against keys `[KVH, L, D]`."""
+    kv_heads, length, _ = k.shape
+    grouped = q.float().reshape(kv_heads, -1, q.shape[-1])
+    s = (grouped @ k.float().transpose(-1, -2)).view(q.shape[0], q.shape[1], length) * scaling
+    return torch.tanh(s / softcap) * softcap if softcap else s
+
+
+def _visible(mask: Tensor | None, row: int, rows: Tensor, keys: int) -> Tensor:
+    if mask is not None:
+        return mask[min(row, len(mask) - 1), 0][rows]
+    return torch.arange(keys, device=rows.device) <= rows[:, None]
+
+
+def _real_ranges(ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
+    if mask is None:
+        return [(0, ids.shape[1])] * len(ids)
+    ranges = []
+    for row in mask.bool():
+        where = row.nonzero()[:, 0]
+        first, end = (int(where[0]), int(where[-1]) + 1) if len(where) else (0, 0)
+        if end - first != len(where):
+            raise ValueError("attention_mask: the real tokens of a row must be one unbroken run")
+        ranges.append((first, end))
+    return ranges
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

@@ -1,0 +1,160 @@
+"""From a calibration and a recipe to a plan: which route each head takes, which slices stay native, which scales hold.
+
+The rule here is plain: sink heads take the `sink` route, the rest `int8`, and the heads with the largest measured
+attention-output error stay native if the recipe asks for some. A KV head is native if any query head of its group is.
+"""
+
+import math
+import random
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantsink.architecture import AttentionLayer
+from quantsink.calibration.calibration import Calibration, Head, Statistics
+from quantsink.calibration.statistics import BIN_WIDTH, Fields
+from quantsink.errors import CalibrationError, RecipeError
+from quantsink.kernels import Route
+from quantsink.kernels.int8_linear import QMAX
+from quantsink.plan import AttentionPlan, LinearPlan, Plan
+from quantsink.recipe import Activations, Clip, Recipe, excluded, matches
+
+Place = tuple[int, int]
+
+
+def plan(calibration: Calibration, recipe: str | Recipe = "w8a8") -> Plan:
+    """Decide what happens to each head and linear layer. Pure: the same inputs give the same plan.
+
+    Raises:
+        RecipeError: more native heads than there are, a pattern that matches nothing, another sink size than measured.
+        CalibrationError: native heads are asked for and the calibration measured no errors.
+    """
+    recipe = Recipe.load(recipe)
+    sink_size = calibration.settings.sink_size
+    if recipe.sink_size not in (None, sink_size):
+        raise RecipeError(
+            f"recipe: sink_size {recipe.sink_size}, calibrated with {sink_size}; calibrate with --sink-size"
+        )
+    total = calibration.total
+    names = [*total.linears, *(layer.name for layer in calibration.layers)]
+    for pattern in recipe.exclude:
+        if not any(matches(name, pattern) for name in names):
+            raise RecipeError(
+                f"recipe: exclude {pattern!r} matches no attention or linear layer of {calibration.model}"
+            )
+    notes: list[str] = []
+    routes = choose_routes(calibration, recipe)
+    attentions = {}
+    if recipe.attention.kind == "int8":
+        for layer in calibration.layers:
+            chosen = tuple(routes[layer.index, head] for head in range(layer.heads))
+            if excluded(layer.name, recipe.exclude):
+                chosen = (Route.NATIVE,) * layer.heads
+            fields = total.heads[layer.name]
+            bounds = clip_bounds(layer, fields, recipe.attention.clip, notes)
+            attentions[layer.name] = AttentionPlan(chosen, _key_mean(layer, fields), bounds)
+    linears = {}
+    if recipe.weights == "int8":
+        slices = native_slices(calibration.layers, routes)
+        for name, fields in total.linears.items():
+            if not excluded(name, recipe.exclude):
+                rows, columns = slices.get(name, ((), ()))
+                linears[name] = plan_linear(name, fields, recipe.activations, rows, columns, notes)
+    return Plan(recipe, sink_size, linears, attentions, tuple(notes))
+
+
+def choose_routes(calibration: Calibration, recipe: Recipe) -> dict[Place, Route]:
+    """The route of every (layer, head)."""
+    heads = calibration.heads(recipe.sink_threshold, recipe.entropy_threshold)
+    routes = {(head.layer, head.head): Route.INT8 for head in heads}
+    sinks = [(head.layer, head.head) for head in heads if head.sink]
+    if recipe.attention.sinks == "all":
+        sinks = list(routes)
+    elif recipe.attention.sinks == "none":
+        sinks = []
+    elif recipe.attention.sinks == "random":
+        sinks = random.Random(recipe.attention.seed).sample(sorted(routes), len(sinks))
+    routes.update(dict.fromkeys(sinks, Route.SINK))
+    wanted = recipe.attention.native_heads
+    if wanted > len(heads):
+        raise RecipeError(f"recipe: native_heads {wanted}, but {calibration.model} has {len(heads)} heads")
+    if wanted:
+        ranked = sorted(heads, key=lambda head: -_error(head, routes[head.layer, head.head]))
+        routes.update({(head.layer, head.head): Route.NATIVE for head in ranked[:wanted]})
+    return routes
+
+
+def _error(head: Head, route: Route) -> float:
+    error = head.error_sink if route is Route.SINK else head.error_int8
+    if error is None:
+        raise CalibrationError("native heads need measured errors; calibrate with --error-windows above 0")
+    return error
+
+
+def native_slices(
+    layers: tuple[AttentionLayer, ...], routes: Mapping[Place, Route]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(native rows, native columns) of q, k, v and o: each native head's slice, and its KV head's."""
+    slices: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for layer in layers:
+        native = [head for head in range(layer.heads) if routes[layer.index, head] is Route.NATIVE]
+        groups = sorted({layer.kv_head(head) for head in native})
+        of_heads, of_groups = _channels(native, layer.head_dim), _channels(groups, layer.head_dim)
+        slices[layer.q] = (of_heads, ())
+        slices[layer.k] = slices[layer.v] = (of_groups, ())
+        slices[layer.o] = ((), of_heads)
+    return slices
+
+
+def _channels(heads: list[int], head_dim: int) -> tuple[int, ...]:
+    return tuple(head * head_dim + i for head in heads for i in range(head_dim))
+
+
+def plan_linear(
+    name: str, fields: Fields, wanted: Activations, rows: tuple[int, ...], columns: tuple[int, ...], notes: list[str]
+) -> LinearPlan:
+    """Native columns: the heads' slices and the largest inputs without the sink rows. Scales cover the rest."""
+    rest, sink = fields["input_amax"], fields["input_sink_amax"]
+    if bool(torch.isinf(rest).any()) and wanted.kind != "native":
+        notes.append(f"{name}: no input was seen in calibration; its static scale is 1")
+    count = round(wanted.native_columns * len(rest))
+    largest = rest.topk(count).indices.tolist()
+    native = tuple(sorted({*columns, *largest}))
+    keep = torch.ones(len(rest), dtype=torch.bool)
+    keep[list(native)] = False
+    scale, sink_scale = _scale(rest[keep]), _scale(sink[keep])
+    if wanted.sink_rows == "plain":
+        scale = _scale(torch.maximum(rest, sink)[keep])
+    return LinearPlan(wanted.kind, wanted.sink_rows, rows, native, scale, sink_scale)
+
+
+def _scale(amax: Tensor) -> float:
+    peak = float(amax.max()) if len(amax) else 0.0
+    return peak / QMAX if math.isfinite(peak) and peak > 0 else 1.0
+
+
+def clip_bounds(layer: AttentionLayer, fields: Fields, clip: Clip, notes: list[str]) -> tuple[float, ...] | None:
+    """`[H]` bounds. A head keeps its bound only if calibration says that it costs little: `row`, at most `max_loss` of
+    its weight beyond the bound; `absolute`, no logit above it (unless `max_loss` is inf)."""
+    if clip.kind == "none":
+        return None
+    if clip.kind == "row":
+        first = math.ceil(clip.bound / BIN_WIDTH)
+        loss = fields["gap_mass"][:, first:].sum(-1) / fields["rows"].clamp(min=1)
+        dropped = loss > clip.max_loss
+    else:
+        dropped = (fields["logit_max"] > clip.bound) & torch.tensor(not math.isinf(clip.max_loss))
+    for head in dropped.nonzero()[:, 0].tolist():
+        notes.append(
+            f"layer {layer.index} head {head}: not clipped, {clip.kind} bound {clip.bound:g} would cost too much"
+        )
+    return tuple(math.inf if bool(off) else clip.bound for off in dropped)
+
+
+def _key_mean(layer: AttentionLayer, fields: Fields) -> tuple[tuple[float, ...], ...]:
+    mean = fields["key_sum"] / fields["key_count"].clamp(min=1)[:, None]
+    return tuple(tuple(row) for row in mean.tolist())
+
+
+__all__ = ["Statistics", "plan"]

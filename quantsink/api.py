@@ -1,0 +1,36 @@
+"""The Python face: calibrate, quantize, load. Keywords are the command line's options."""
+
+from pathlib import Path
+from typing import Any
+
+from quantsink.apply import apply, check_unquantized
+from quantsink.calibration.calibrate import calibrate
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.routing import plan
+from quantsink.checkpoint import load
+from quantsink.integration import finish
+from quantsink.recipe import Recipe
+from quantsink.source import model_fingerprint
+
+__all__ = ["Calibration", "Recipe", "calibrate", "load", "quantize"]
+
+
+def quantize(model: Any, calibration: Calibration | str | Path, recipe: str | Path | Recipe = "w8a8") -> Any:
+    """Quantize `model` in place and return it; `model.save_pretrained(folder)` then writes a checkpoint like any other.
+
+    Args:
+        model: a transformers causal language model with the calibrated weights.
+        calibration: what `calibrate` returned, or its folder.
+        recipe: a preset (`w8a16`, `w8a8`, `w8a8-static`), a JSON file, or a `Recipe`.
+
+    Raises:
+        ModelError: quantized already. CalibrationError: calibrated on other weights. RecipeError: a bad recipe.
+        The model has not been changed then.
+    """
+    check_unquantized(model)
+    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
+    decided = plan(found, Recipe.load(recipe))
+    found.check_model(model_fingerprint(model), type(model).__name__)
+    apply(model, decided)
+    finish(model, decided)
+    return model

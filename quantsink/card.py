@@ -1,0 +1,71 @@
+"""The model card of a checkpoint: the hub's metadata, what was done, and what was measured of it."""
+
+from dataclasses import dataclass
+
+from quantsink.calibration.calibration import Calibration
+from quantsink.kernels import Route
+from quantsink.plan import Plan
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A quick measurement at export, on text that no calibration reads. `kl` in nats per token."""
+
+    text: str
+    tokens: int
+    ppl_reference: float
+    ppl: float
+    kl: float
+    top1: float
+
+
+def model_card(
+    model: str, recipe: str, calibration: Calibration, plan: Plan, parameters: int, measured: Measured | None
+) -> str:
+    """README.md of a checkpoint, with the hub's metadata in its front matter."""
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if _hub_id(model):
+        lines += [f"base_model: {model}", "base_model_relation: quantized"]
+    lines += ["tags:", "- quantsink", "- quantized", "- 8-bit", "---", ""]
+    name = model.rstrip("/").rpartition("/")[2]
+    lines += [f"# {name}, quantized by quantsink ({recipe})", ""]
+    lines += [
+        "```python",
+        "import quantsink  # registers the format with transformers",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("PATH")',
+        "```",
+        "",
+    ]
+    r = plan.recipe
+    lines += ["| part | what was done |", "|---|---|"]
+    lines += [f"| weights | {r.weights}, {len(plan.linears)} linear layers; embeddings and output head native |"]
+    lines += [f"| activations | {r.activations.kind}, {r.activations.native_columns:.1%} of input columns native |"]
+    if plan.attentions:
+        heads = ", ".join(f"{plan.count(route)} {route.name.lower()}" for route in Route)
+        lines += [f"| attention heads by route | {heads} |"]
+    else:
+        lines += ["| attention | native |"]
+    texts = "; ".join(f"{d.name}, {d.tokens:,} tokens" for d in calibration.domains)
+    lines += [f"| calibrated on | {texts} |", f"| parameters | {parameters:,} |", ""]
+    if measured is None:
+        lines += ["Accuracy was not measured at export; `quantsink report` measures it.", ""]
+    else:
+        lines += [
+            f"Measured at export on {measured.tokens:,} tokens of {measured.text} (not used for calibration); "
+            "`quantsink report` measures properly, with intervals and baselines.",
+            "",
+            "| | original | this checkpoint |",
+            "|---|---|---|",
+            f"| perplexity | {measured.ppl_reference:.3f} | {measured.ppl:.3f} |",
+            f"| KL to the original, nats per token | 0 | {measured.kl:.5f} |",
+            f"| same most likely token | 100 % | {100 * measured.top1:.2f} % |",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _hub_id(model: str) -> bool:
+    parts = model.split("/")
+    return len(parts) == 2 and all(parts) and not model.startswith(".")

@@ -1,0 +1,87 @@
+"""Checkpoints on disk: written whole, loaded strictly, with a model card beside the weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from quantsink.errors import CheckpointError, QuantSinkError, UsageError
+from quantsink.files import whole_folder, write_text
+from quantsink.integration import METHOD
+from quantsink.source import DTYPES, check_device
+
+CARD = "README.md"
+
+
+def save(
+    model: Any,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    card: str | None = None,
+    force: bool = False,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write a quantized model to `folder`: all of it, or nothing if the process is killed or the disk is full.
+
+    Raises:
+        UsageError: the folder is taken and `force` is not given, or the model is not quantized by quantsink.
+        OutputError: the folder cannot be written.
+    """
+    if getattr(model, "quantization_method", None) != METHOD:
+        raise UsageError(f"{type(model).__name__}: not quantized by quantsink; call quantsink.quantize first")
+    target = Path(folder)
+    with whole_folder(target, force=force) as work:
+        model.save_pretrained(work, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+        if card is not None:
+            write_text(work / CARD, card)
+    return target
+
+
+def load(folder: str | Path, dtype: str = "auto", device: str = "cpu") -> Any:
+    """Load a checkpoint in eval mode. `dtype` auto is the saved type; the INT8 tensors and their scales never change.
+
+    Raises:
+        CheckpointError: not a quantsink checkpoint, or damaged; the message names the file or the tensor.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype}: not one of {', '.join(DTYPES)}")
+    name = str(folder)
+    if Path(folder).is_dir():
+        read_config(Path(folder))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
+    except QuantSinkError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    except Exception as error:
+        first = " ".join(str(error).split())[:240]
+        raise CheckpointError(f"{name}: cannot be loaded: {type(error).__name__}: {first}") from error
+    if getattr(model, "quantization_method", None) != METHOD:
+        raise CheckpointError(f"{name}: not a quantsink checkpoint; load it with transformers")
+    return check_device(model, device).eval()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint folder.
+
+    Raises:
+        CheckpointError: there is none, or not quantsink's.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(found, Mapping) or found.get("quant_method") != METHOD:
+        raise CheckpointError(f"{path}: not a quantsink checkpoint; `quantsink export` writes one")
+    return dict(found)
+
+
+def payload_bytes(folder: Path) -> int:
+    """Bytes of all safetensors shards of a folder, headers included."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,0 +1,404 @@
+"""The command line. Each command takes --json (one object on stdout, everything else on stderr) and --debug.
+
+Exit 0 done, 1 failed, 2 used wrongly. Errors are one line; a traceback comes only with --debug.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from quantsink.errors import QuantSinkError, UsageError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Quantize transformers to 8 bits without breaking their attention sinks.\n\n"
+    "Calibrate a model, export a quantized checkpoint, report what it cost. Try `quantsink demo` first.",
+)
+stderr = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an output that is there already.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or .gguf file.", show_default=False)]
+Out = Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to write.", show_default=False)]
+Device = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own; float32 for GGUF), float32, bfloat16, float16.")]
+Bos = Annotated[bool, typer.Option("--bos/--no-bos", help="Start each window with the BOS token, where there is one.")]
+
+
+@app.command(epilog="Example: quantsink calibrate HuggingFaceTB/SmolLM2-135M -o calibration --data builtin:prose")
+def calibrate(
+    model: Model,
+    output: Out,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Text, repeatable, each a domain of its own: builtin:prose, builtin:code, self (sampled from the "
+            "model), a .txt, .jsonl or .parquet file, or a hub data set NAME[:CONFIG][:SPLIT]. "
+            "[default: builtin:prose and builtin:code]",
+            show_default=False,
+        ),
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens a window, BOS included.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Tokens in all, shared evenly by the texts.")] = 65536,
+    sink_size: Annotated[int, typer.Option(help="Sink tokens at the start of each sequence.")] = 1,
+    query_rows: Annotated[int, typer.Option(help="Query rows measured a window, evenly spread; 0 measures all.")] = 64,
+    error_windows: Annotated[int, typer.Option(help="Windows a text in which each head's INT8 error is measured.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of --data self.")] = 0,
+    bos: Bos = True,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished calibration in DIR.")] = False,
+    force: Force = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Find a model's sink heads and measure its heads and linear layers on text."""
+    from quantsink.calibration import calibrate as run
+    from quantsink.calibration.calibrate import DEFAULT_DATA, PARTIAL
+    from quantsink.calibration.plots import save_with_pictures
+    from quantsink.calibration.summary import as_dict, render
+    from quantsink.calibration.text import check_not_empty, parse_spec
+    from quantsink.files import check_free
+    from quantsink.source import find
+
+    specs = data or list(DEFAULT_DATA)
+    if (output / PARTIAL).is_file() and not (resume or force):
+        raise UsageError(f"{output}: holds an unfinished calibration; go on with --resume or start again with --force")
+    check_free(output, force=force or resume)
+    if force and not resume:
+        (output / PARTIAL).unlink(missing_ok=True)
+    for spec in specs:
+        check_not_empty(parse_spec(spec))
+    source = find(model)
+    with loading(f"loading {model}"):
+        tokenizer = source.tokenizer()
+        loaded = source.model(dtype, device)
+    with progress_bar() as progress:
+        calibration = run(
+            loaded,
+            tokenizer,
+            specs,
+            seq_len=seq_len,
+            max_tokens=max_tokens,
+            sink_size=sink_size,
+            query_rows=query_rows or None,
+            error_windows=error_windows,
+            bos=bos,
+            seed=seed,
+            folder=output,
+            resume=resume,
+            progress=progress,
+            name=model,
+        )
+    save_with_pictures(calibration, output)
+    (output / PARTIAL).unlink(missing_ok=True)
+    if as_json:
+        print(json.dumps(as_dict(calibration, str(output))))
+    else:
+        Console().print(render(calibration))
+        stderr.print(f"written: {output}")
+
+
+@app.command(epilog="Example: quantsink export HuggingFaceTB/SmolLM2-135M --calibration calibration -o smollm2-w8a8")
+def export(
+    model: Model,
+    output: Out,
+    calibration: Annotated[
+        Path, typer.Option(metavar="DIR", help="What `quantsink calibrate` wrote.", show_default=False)
+    ],
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="w8a16, w8a8, w8a8-static, or a JSON file.")
+    ] = "w8a8",
+    native_heads: Annotated[
+        int | None, typer.Option(metavar="K", help="Keep the K heads with the largest measured error native.")
+    ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", help="Checkpoint format; quantsink is the only one.")
+    ] = "quantsink",
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors shard.")] = "5GB",
+    measure: Annotated[
+        bool, typer.Option(help="Measure KL and perplexity on held-out text for the model card.")
+    ] = True,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Quantize a model by its calibration and write a checkpoint that transformers loads."""
+    from quantsink.export import export as run
+
+    if format_ != "quantsink":
+        raise UsageError(f"--format {format_}: only quantsink is there")
+    with loading("exporting") as say:
+        done = run(
+            model,
+            calibration,
+            output,
+            recipe,
+            native_heads=native_heads,
+            dtype=dtype,
+            device=device,
+            force=force,
+            measure=measure,
+            max_shard_size=max_shard_size,
+            say=say,
+        )
+    if as_json:
+        print(json.dumps(dataclasses.asdict(done)))
+        return
+    for note in done.notes:
+        stderr.print(f"note: {note}")
+    out = Console()
+    out.print(f"{done.checkpoint}: {done.payload_bytes:,} bytes, {done.bits_weight:.2f} bits a parameter")
+    if done.heads:
+        out.print("heads by route: " + ", ".join(f"{count} {route}" for route, count in done.heads.items()))
+    if done.measured:
+        m = done.measured
+        out.print(f"on {m.tokens:,} held-out tokens: perplexity {m.ppl_reference:.3f} -> {m.ppl:.3f}, KL {m.kl:.5f}")
+
+
+@app.command(epilog="Example: quantsink report HuggingFaceTB/SmolLM2-135M smollm2-w8a8 -o report --data test.txt")
+def report(
+    model: Model,
+    output: Out,
+    checkpoints: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[CHECKPOINT]...", help="Exported checkpoints to measure.", show_default=False),
+    ] = None,
+    data: Annotated[
+        str, typer.Option(metavar="SPEC", help="Text to measure on, not used for calibration.")
+    ] = "builtin:heldout",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Calibration of the measured methods; made on built-in text if left out.",
+            show_default=False,
+        ),
+    ] = None,
+    methods: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
+    length: Annotated[int, typer.Option(help="Tokens a window, BOS included.")] = 1024,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between windows. [default: no overlap]", show_default=False)
+    ] = None,
+    max_windows: Annotated[int, typer.Option(help="Windows to measure; 0 measures all the text.")] = 4,
+    bos: Bos = True,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    force: Force = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure what quantization costs: perplexity, KL and true bits, beside baselines and controls."""
+    from quantsink.calibration.text import check_not_empty, parse_spec
+    from quantsink.files import check_free
+    from quantsink.source import find
+
+    check_free(output, force=force)
+    check_not_empty(parse_spec(data))
+    found = _report(
+        find(model), output, checkpoints or [], data, calibration, methods, length, stride, max_windows or None, bos,
+        device, dtype, force,
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        _print_report(found)
+        stderr.print(f"written: {output}")
+
+
+def _report(
+    source: Any,
+    output: Path,
+    checkpoints: list[Path],
+    data: str,
+    calibration: Path | None,
+    methods: str,
+    length: int,
+    stride: int | None,
+    max_windows: int | None,
+    bos: bool,
+    device: str,
+    dtype: str,
+    force: bool,
+) -> Any:
+    from quantsink.calibration import Calibration
+    from quantsink.calibration import calibrate as run
+    from quantsink.checkpoint import load
+    from quantsink.demo import GGUF_NOTE
+    from quantsink.eval import measure, parse_methods, read
+    from quantsink.files import whole_folder
+    from quantsink.source import model_fingerprint
+
+    chosen = parse_methods(methods)
+    found = Calibration.load(calibration) if calibration is not None else None
+    with loading(f"loading {source.name}"):
+        tokenizer = source.tokenizer()
+        text = read(tokenizer, data, length=length, stride=stride, max_windows=max_windows, bos=bos)
+        loaded = source.model(dtype, device)
+    if found is not None:
+        found.check_model(model_fingerprint(loaded), source.name)
+    with progress_bar() as progress:
+        if found is None:
+            found = run(loaded, tokenizer, bos=bos, max_tokens=16384, progress=progress, name=source.name)
+        result = measure(
+            loaded,
+            tokenizer,
+            model_name=source.name,
+            calibration=found,
+            text=text,
+            methods=chosen,
+            checkpoints=checkpoints,
+            load_checkpoint=lambda path: load(path, device=device),
+            notes=(GGUF_NOTE,) if source.gguf else (),
+            progress=progress,
+        )
+    with whole_folder(output, force=force) as work:
+        result.save(work)
+    return result
+
+
+def _print_report(found: Any) -> None:
+    out = Console()
+    out.print(found.table())
+    for line in found.lines():
+        out.print(line, highlight=False)
+
+
+@app.command(epilog="Example: quantsink inspect smollm2-w8a8")
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A calibration or a checkpoint folder.", show_default=False)
+    ],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a calibration or a checkpoint holds, without loading the model."""
+    from quantsink.describe import describe
+
+    found, shown = describe(path)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        Console().print(shown)
+
+
+@app.command(epilog="Example: quantsink recipe w8a8 > my.json, edit it, quantsink export ... --recipe my.json")
+def recipe(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A preset, or a file to check.", show_default=False)],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print a preset as JSON, to edit; or check a recipe file and print it with every default."""
+    from quantsink.recipe import Recipe
+
+    print(Recipe.load(name).to_json(), end="")
+
+
+@app.command(epilog="Example: quantsink demo -o demo")
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to write.")] = Path("demo"),
+    force: Force = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """The whole job on SmolLM2-135M: calibrate, export, load, generate, report. A few minutes on two cores."""
+    from quantsink.demo import PROMPT, run
+    from quantsink.source import quiet_loading
+
+    started = time.monotonic()
+    with quiet_loading(), progress_bar() as progress:
+        exported, found, words = run(output, force=force, say=stderr.print, progress=progress)
+    seconds = time.monotonic() - started
+    if as_json:
+        done = {"checkpoint": dataclasses.asdict(exported), "report": found.to_dict(), "generated": words}
+        print(json.dumps({**done, "seconds": round(seconds, 1)}))
+        return
+    out = Console()
+    out.print(f"{PROMPT!r} goes on: {words!r}", highlight=False)
+    _print_report(found)
+    stderr.print(f"written in {seconds:.0f} s: {output}; open {output / 'report' / 'report.html'}")
+
+
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what goes on; a spinner on a terminal."""
+    from quantsink.source import quiet_loading
+
+    with quiet_loading(), stderr.status(what) as status:
+        if not stderr.is_terminal:
+            stderr.print(what)
+
+        def say(text: str) -> None:
+            status.update(text)
+            if not stderr.is_terminal:
+                stderr.print(text)
+
+        yield say
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar with an estimate on stderr; `progress(name, done, total)` moves it, one line per name."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=stderr) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, total=total)
+
+        yield progress
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        app(given, prog_name="quantsink")
+        return 0
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except QuantSinkError as error:
+        if "--debug" in given:
+            raise
+        print(f"quantsink: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("quantsink: stopped; what was written so far is whole (calibrate goes on with --resume)", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if "--debug" in given:
+            raise
+        print(
+            f"quantsink: {type(error).__name__}: {' '.join(str(error).split())[:300]}; --debug shows where",
+            file=sys.stderr,
+        )
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Which rows of a forward pass are sink tokens. Linear layers see rows without positions, so the decoder tells them."""
+
+import torch
+from torch import Tensor, nn
+
+from quantsink.errors import QuantSinkError
+
+
+class TokenContext:
+    """Set by a hook on the decoder before each forward pass; read by every quantized layer of that model.
+
+    `first` is `[B]`, the column of each row's first real token in the whole sequence (None: 0 everywhere), `past` the
+    number of tokens before this pass, `shape` its `(B, L)`.
+    """
+
+    def __init__(self, sink_size: int) -> None:
+        self.sink_size = sink_size
+        self.first: Tensor | None = None
+        self.past = 0
+        self.shape: tuple[int, int] | None = None
+        self.rows: Tensor | None = None
+
+    def attach(self, decoder: nn.Module) -> None:
+        decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        if not isinstance(tokens, Tensor):
+            raise QuantSinkError("quantsink: the decoder was called without input_ids or inputs_embeds")
+        cache = kwargs.get("cache")
+        if cache is None:
+            cache = kwargs.get("past_key_values")
+        past = int(cache.get_seq_length()) if cache is not None else 0  # type: ignore[attr-defined]
+        mask = kwargs.get("attention_mask")
+        self.set((tokens.shape[0], tokens.shape[1]), past, mask if isinstance(mask, Tensor) else None, tokens.device)
+
+    def set(self, shape: tuple[int, int], past: int, mask: Tensor | None, device: torch.device) -> None:
+        """Work out the sink rows of one pass. `mask` is `[B, past + L]` (1 = real token) or `[B, 1, L, past + L]`."""
+        batch, length = shape
+        self.shape, self.past, self.first = shape, past, None
+        if mask is not None and mask.dim() == 4:
+            mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
+        if mask is not None and not bool(mask[:, 0].all()):
+            self.first = mask.to(torch.long).argmax(1).expand(batch)
+        first = torch.zeros(batch, dtype=torch.long, device=device) if self.first is None else self.first
+        column = past + torch.arange(length, device=device)
+        sink = (column >= first[:, None]) & (column < first[:, None] + self.sink_size)
+        rows = sink.flatten().nonzero()[:, 0]
+        self.rows = rows if len(rows) else None
+
+    def sink_rows(self, shape: torch.Size, layer: str) -> Tensor | None:
+        """Indices of sink rows in an input `[B, L, K]` flattened to `[B * L, K]`; None where there is none."""
+        if self.shape is None or tuple(shape[:-1]) not in (self.shape, (self.shape[0] * self.shape[1],)):
+            raise QuantSinkError(
+                f"{layer}: its input {list(shape)} does not hold one row per token of the model's forward pass "
+                f"{self.shape}; call the model, not its layers"
+            )
+        return self.rows
+
+    def sink_start(self, keys: int) -> Tensor | None:
+        """`[B]` column of each row's first real token among `keys` cached keys; negative once it left the cache."""
+        if self.shape is None:
+            raise QuantSinkError("quantsink attention was called outside its model's forward pass; call the model")
+        dropped = max(self.past + self.shape[1] - keys, 0)
+        if self.first is None:
+            return torch.full((self.shape[0],), -dropped) if dropped else None
+        return self.first - dropped

@@ -1,0 +1,240 @@
+"""What makes transformers save and load quantsink checkpoints: a quantization config and a quantizer, registered."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.core_model_loading import dot_natural_key
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from quantsink import attention
+from quantsink.apply import replace
+from quantsink.architecture import Architecture
+from quantsink.attention import TABLE, AttentionTable
+from quantsink.context import TokenContext
+from quantsink.errors import CheckpointError, RecipeError
+from quantsink.linear import QuantizedLinear
+from quantsink.plan import Plan
+from quantsink.recipe import Recipe
+
+METHOD = "quantsink"
+FORMAT_VERSION = 1
+UNIMPORTED = "quantsink checkpoint: run `import quantsink` before loading it (pip install quantsink)"
+"""Stands as `attn_implementation` in config.json. transformers does not know such an attention and stops with it, so a
+user who forgot the import reads what to do; the quantizer replaces it as soon as quantsink is imported."""
+
+_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F32": torch.float32}
+
+
+@register_quantization_config(METHOD)
+class QuantSinkConfig(QuantizationConfigMixin):
+    """`quantization_config` of config.json; docs/formats.md describes each key.
+
+    Args:
+        format_version: of the checkpoint format.
+        recipe: the recipe as JSON values.
+        sink_size: sink tokens a sequence.
+        linears: `{module: [native rows, native columns]}` of every quantized linear layer.
+        attentions: `{module: [heads, KV heads, head size]}` of every attention module that holds a table.
+    """
+
+    def __init__(
+        self,
+        format_version: int,
+        recipe: dict[str, Any],
+        sink_size: int,
+        linears: dict[str, list[int]],
+        attentions: dict[str, list[int]],
+        quant_method: str = METHOD,
+        **unknown: Any,
+    ) -> None:
+        if format_version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"config.json: quantsink format {format_version!r}, this version reads {FORMAT_VERSION}; "
+                "update quantsink"
+            )
+        if unknown:
+            raise CheckpointError(f"config.json: quantization_config has an unknown key {sorted(unknown)[0]!r}")
+        self.quant_method = quant_method  # type: ignore[assignment]  # a closed enum there
+        self.format_version = format_version
+        self.recipe = recipe
+        self.sink_size = sink_size
+        self.linears = linears
+        self.attentions = attentions
+        self.parsed()
+
+    @classmethod
+    def of(cls, plan: Plan) -> "QuantSinkConfig":
+        return cls(
+            FORMAT_VERSION,
+            plan.recipe.to_dict(),
+            plan.sink_size,
+            {name: [len(p.native_rows), len(p.native_columns)] for name, p in plan.linears.items()},
+            {name: [len(p.routes), len(p.key_mean), len(p.key_mean[0])] for name, p in plan.attentions.items()},
+        )
+
+    def parsed(self) -> Recipe:
+        """The recipe; also checks the other fields.
+
+        Raises:
+            CheckpointError: a value of the wrong kind.
+        """
+        try:
+            recipe = Recipe.from_dict(self.recipe, "config.json: quantization_config.recipe")
+        except RecipeError as error:
+            raise CheckpointError(str(error)) from None
+        good = (
+            _counts(self.linears, 2) and _counts(self.attentions, 3) and _count(self.sink_size) and self.sink_size > 0
+        )
+        if not good:
+            raise CheckpointError("config.json: quantization_config.linears, attentions or sink_size is damaged")
+        return recipe
+
+
+def _counts(value: object, length: int) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(item, Sequence) and len(item) == length and all(map(_count, item))
+        for name, item in value.items()
+    )
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+@register_quantizer(METHOD)
+class QuantSinkQuantizer(HfQuantizer):
+    """Builds the quantized modules before transformers fills them from the shards."""
+
+    requires_calibration = True
+    quantization_config: QuantSinkConfig
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        wanted = config._attn_implementation
+        own = attention.NAME if self.quantization_config.attentions else None
+        if wanted in (None, UNIMPORTED, attention.NAME):
+            config._attn_implementation = own
+        elif own:
+            logging.getLogger(__name__).warning(
+                "attn_implementation=%r: the checkpoint's INT8 attention is not used; leave the argument out to use it",
+                wanted,
+            )
+        return config
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        build(model, self.quantization_config)
+        files = kwargs.get("checkpoint_files")
+        if files:
+            check_tensors(model, [Path(file) for file in files])
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        mark(model, self)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """In the order in which transformers saves a loaded model, so that a second save gives the same shards."""
+        return dict(sorted(model.state_dict().items(), key=lambda item: dot_natural_key(item[0]))), {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def build(model: Any, config: QuantSinkConfig) -> None:
+    """Exchange the modules of a fresh (usually meta) model for empty quantized ones.
+
+    Raises:
+        CheckpointError: the config names a module that the model does not have, or other head counts.
+    """
+    recipe = config.parsed()
+    architecture = Architecture.of(model)
+    modules = dict(model.named_modules())
+    context = TokenContext(config.sink_size)
+    context.attach(modules[architecture.decoder])
+    layers = {layer.name: layer for layer in architecture.attentions}
+    for name, shape in config.attentions.items():
+        layer = layers.get(name)
+        if layer is None or [layer.heads, layer.kv_heads, layer.head_dim] != list(shape):
+            raise CheckpointError(f"config.json: {name} with heads {list(shape)} is not in the model it describes")
+        with modules[layer.q].weight.device:
+            table = AttentionTable(layer.heads, layer.kv_heads, layer.head_dim, recipe.attention, context)
+        modules[name].add_module(TABLE, table)
+    for name, (rows, columns) in config.linears.items():
+        linear = modules.get(name)
+        if type(linear) is not nn.Linear or rows > linear.out_features or columns > linear.in_features:
+            raise CheckpointError(f"config.json: {name} [{rows}, {columns}] does not fit a linear layer of the model")
+        with linear.weight.device:
+            new = QuantizedLinear(
+                name,
+                (linear.out_features, linear.in_features),
+                activations=recipe.activations.kind,
+                sink_rows=recipe.activations.sink_rows,
+                rows=rows,
+                columns=columns,
+                context=context,
+                dtype=linear.weight.dtype,
+                bias=linear.bias is not None,
+            )
+        replace(model, name, new)
+
+
+def check_tensors(model: Any, files: Sequence[Path]) -> None:
+    """Compare the shards' headers with the model before anything is read.
+
+    Raises:
+        CheckpointError: a damaged shard, or a tensor that is missing, surplus or of another shape or type, by name.
+    """
+    found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as shard:
+                for name in shard.keys():  # noqa: SIM118
+                    part = shard.get_slice(name)
+                    found[name] = (file, tuple(part.get_shape()), part.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file.name}: damaged: {error}; fetch or export the checkpoint again") from error
+    expected = model.state_dict()
+    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    where = ", ".join(file.name for file in files[:3])
+    for name, tensor in expected.items():
+        if name not in found:
+            if name in tied:
+                continue
+            raise CheckpointError(f"{name} is missing from {where}; fetch or export the checkpoint again")
+        file, shape, dtype = found[name]
+        exact = not tensor.is_floating_point() or name.endswith(("weight_scale", "_scale", "key_mean", "clip"))
+        if shape != tuple(tensor.shape) or (exact and _DTYPES.get(dtype) != tensor.dtype):
+            raise CheckpointError(
+                f"{name} in {file.name} is {dtype} {list(shape)} where {tensor.dtype} {list(tensor.shape)} belongs; "
+                "fetch or export the checkpoint again"
+            )
+    surplus = sorted(found.keys() - expected.keys())
+    if surplus:
+        raise CheckpointError(f"{surplus[0]} in {found[surplus[0]][0].name} does not belong to this model")
+
+
+def finish(model: Any, plan: Plan) -> None:
+    """Make a model that a plan was applied to one that `save_pretrained` can write."""
+    config = QuantSinkConfig.of(plan)
+    model.config.quantization_config = config
+    mark(model, QuantSinkQuantizer(config, pre_quantized=True))
+
+
+def mark(model: Any, quantizer: QuantSinkQuantizer) -> None:
+    model.hf_quantizer = quantizer
+    model.is_quantized = True
+    model.quantization_method = METHOD
+    vars(model.config)["attn_implementation"] = UNIMPORTED
+
+
+__all__ = ["METHOD", "UNIMPORTED", "QuantSinkConfig", "QuantSinkQuantizer", "build", "check_tensors", "finish"]

@@ -1,0 +1,135 @@
+"""The quantized linear layer: INT8 weight, optional native rows and columns, inputs native, per token or static."""
+
+import torch
+from torch import Tensor, nn
+
+from quantsink.context import TokenContext
+from quantsink.kernels.int8_linear import int8_linear, quantize_per_channel, quantize_per_token, quantize_static
+from quantsink.plan import LinearPlan
+
+
+class QuantizedLinear(nn.Module):
+    """`y = x W^T + b` with N outputs and K inputs.
+
+    Tensors (docs/formats.md): `weight` int8 `[N, K]` with zeros where native, `weight_scale` `[N]`, `bias` `[N]`,
+    `native_rows` `[R, K]` at `native_row_index` `[R]`, `native_columns` `[N, C]` at `native_column_index` `[C]`,
+    `input_scale` and `sink_scale` `[1]` for static inputs.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    native_rows: Tensor
+    native_row_index: Tensor
+    native_columns: Tensor
+    native_column_index: Tensor
+    input_scale: Tensor
+    sink_scale: Tensor
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        activations: str,
+        sink_rows: str,
+        rows: int,
+        columns: int,
+        context: TokenContext,
+        dtype: torch.dtype,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.name, self.context = name, context
+        self.activations, self.sink_rows, self.rows, self.columns = activations, sink_rows, rows, columns
+        self.out_features, self.in_features = shape
+        self.register_buffer("weight", torch.empty(shape, dtype=torch.int8))
+        self.register_buffer("weight_scale", torch.empty(shape[0], dtype=torch.float32))
+        self.register_buffer("bias", torch.empty(shape[0], dtype=dtype) if bias else None)
+        if rows:
+            self.register_buffer("native_rows", torch.empty(rows, shape[1], dtype=dtype))
+            self.register_buffer("native_row_index", torch.empty(rows, dtype=torch.int32))
+        if columns:
+            self.register_buffer("native_columns", torch.empty(shape[0], columns, dtype=dtype))
+            self.register_buffer("native_column_index", torch.empty(columns, dtype=torch.int32))
+        if activations == "static":
+            self.register_buffer("input_scale", torch.empty(1, dtype=torch.float32))
+            if sink_rows == "table":
+                self.register_buffer("sink_scale", torch.empty(1, dtype=torch.float32))
+
+    @classmethod
+    def of(cls, name: str, linear: nn.Linear, plan: LinearPlan, context: TokenContext) -> "QuantizedLinear":
+        """Quantize one layer; weights go to symmetric INT8 per output channel, native slices are kept as they are."""
+        weight = linear.weight.detach()
+        with torch.device(weight.device):
+            new = cls(
+                name,
+                (weight.shape[0], weight.shape[1]),
+                activations=plan.activations,
+                sink_rows=plan.sink_rows,
+                rows=len(plan.native_rows),
+                columns=len(plan.native_columns),
+                context=context,
+                dtype=weight.dtype,
+                bias=linear.bias is not None,
+            )
+        rest = weight.clone()
+        if plan.native_rows:
+            index = torch.tensor(plan.native_rows, device=weight.device)
+            new.native_rows, new.native_row_index = weight[index].clone(), index.int()
+            rest[index] = 0
+        if plan.native_columns:
+            index = torch.tensor(plan.native_columns, device=weight.device)
+            new.native_columns, new.native_column_index = rest[:, index].clone(), index.int()
+            rest[:, index] = 0
+        new.weight, new.weight_scale = quantize_per_channel(rest)
+        if linear.bias is not None:
+            new.bias = linear.bias.detach().clone()
+        if plan.activations == "static":
+            new.input_scale = torch.tensor([plan.input_scale], dtype=torch.float32, device=weight.device)
+            if plan.sink_rows == "table":
+                new.sink_scale = torch.tensor([plan.sink_scale], dtype=torch.float32, device=weight.device)
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features)
+        rest, columns = flat, None
+        if self.columns:
+            index = self.native_column_index.long()
+            columns = flat[:, index]
+            rest = flat.index_fill(1, index, 0)
+        y = self._int8(rest, x.shape)
+        if columns is not None:
+            y += columns.float() @ self.native_columns.float().t()
+        if self.rows:
+            y[:, self.native_row_index.long()] = (flat @ self.native_rows.t()).float()
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def _int8(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """`[M, N]` in float32: the part of the product that has INT8 weights."""
+        if self.activations == "native":
+            return self._dequantized(x)
+        sink = None if self.sink_rows == "plain" else self.context.sink_rows(shape, self.name)
+        if self.activations == "per_token":
+            codes, scale = quantize_per_token(x)
+        else:
+            scale = self.input_scale.view(1, 1)
+            if sink is not None and self.sink_rows == "table":
+                scale = scale.repeat(len(x), 1)
+                scale[sink] = self.sink_scale
+            codes = quantize_static(x, scale)
+        y = int8_linear(codes, self.weight, scale, self.weight_scale)
+        if sink is not None and self.sink_rows == "native":
+            y[sink] = self._dequantized(x[sink])
+        return y
+
+    def _dequantized(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.to(x.dtype).t()).float() * self.weight_scale
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, activations={self.activations}, "
+            f"native_rows={self.rows}, native_columns={self.columns}"
+        )

@@ -1,0 +1,201 @@
+"""A recipe: what the user wants done. Frozen, strict, JSON in and out; the presets are constants at the end."""
+
+import dataclasses
+import fnmatch
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from quantsink.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Inputs of the linear layers. Example: `per_token` gives an input `[B, L, K]` scales `[B, L, 1]`."""
+
+    kind: Literal["native", "per_token", "static"] = "per_token"
+    native_columns: float = 0.01
+    """Share of input columns that stay native, those with the largest calibrated input without the sink rows."""
+    sink_rows: Literal["native", "table", "plain"] = "native"
+    """Rows of sink tokens: unquantized, through a scale of their own (`static` only), or like every other row."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Bound on scores. `absolute` clamps to +-bound; `row` drops what lies `bound` below the row's maximum."""
+
+    kind: Literal["none", "absolute", "row"] = "none"
+    bound: float = 10.0
+    max_loss: float = 1e-3
+    """Mean attention weight that a head may lose to its bound in calibration; a head over it is not clipped, and named.
+    inf clips every head, whatever it costs."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How heads are routed and what an INT8 head does."""
+
+    kind: Literal["native", "int8"] = "int8"
+    sinks: Literal["detected", "none", "all", "random"] = "detected"
+    """Heads on the `sink` route; `random` takes as many heads as are detected, by `seed`: the control."""
+    native_heads: int = 0
+    """This many heads, those with the largest measured attention-output error, stay native."""
+    weight_scale: Literal["block", "row", "fixed"] = "block"
+    """Scale of the 8-bit attention weights: per (row, `block` keys), per row, or 1/127 everywhere."""
+    block: int = 64
+    clip: Clip = field(default_factory=Clip)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do to a model. `Recipe.from_json(recipe.to_json()) == recipe`; unknown keys are refused.
+
+    Raises:
+        RecipeError: a value outside its range, or options that contradict each other.
+    """
+
+    weights: Literal["int8", "native"] = "int8"
+    activations: Activations = field(default_factory=Activations)
+    attention: Attention = field(default_factory=Attention)
+    sink_size: int | None = None
+    """Sink tokens a sequence; None takes the calibration's, and any other value than the calibration's is refused."""
+    sink_threshold: float = 0.3
+    """BOS mass (or sink mass) from which a head is a sink head."""
+    entropy_threshold: float = 1.0
+    """Normalized entropy up to which a head is a sink head."""
+    exclude: tuple[str, ...] = ()
+    """Modules left native: whole dotted names with `*`, `layers.1` covers everything below it and never `layers.11`."""
+
+    def __post_init__(self) -> None:
+        a, t = self.activations, self.attention
+        _check(self.weights == "int8" or a.kind == "native", "weights: native weights need activations.kind: native")
+        _check(0 <= a.native_columns < 1, "activations.native_columns: a share of the columns, from 0 to below 1")
+        _check(
+            a.sink_rows != "table" or a.kind == "static", "activations.sink_rows: table needs activations.kind: static"
+        )
+        _check(t.clip.bound > 0 and t.clip.max_loss >= 0, "attention.clip: bound > 0 and max_loss >= 0")
+        _check(t.block > 0 and t.block <= 1040, "attention.block: 1 to 1040 keys, so that INT8 sums stay exact")
+        _check(t.native_heads >= 0, "attention.native_heads: 0 or more")
+        _check(self.sink_size is None or self.sink_size >= 1, "sink_size: 1 or more")
+        _check(0 < self.sink_threshold <= 1, "sink_threshold: above 0, up to 1")
+        _check(0 < self.entropy_threshold <= 1, "entropy_threshold: above 0, up to 1")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `inf` is written as the string "inf"."""
+        return typing.cast(dict[str, Any], _plain(dataclasses.asdict(self)))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: object, place: str = "recipe") -> "Recipe":
+        """Build a recipe from parsed JSON. `place` names the origin in errors. Missing keys take their defaults."""
+        return typing.cast(Recipe, _build(cls, data, place))
+
+    @classmethod
+    def from_json(cls, text: str, place: str = "recipe") -> "Recipe":
+        try:
+            data = json.loads(text, object_pairs_hook=_unique)
+        except ValueError as error:
+            raise RecipeError(f"{place}: not valid JSON: {error}") from None
+        return cls.from_dict(data, place)
+
+    @classmethod
+    def load(cls, name: "str | Path | Recipe") -> "Recipe":
+        """A preset's name, a JSON file, or a recipe itself."""
+        if isinstance(name, Recipe):
+            return name
+        if str(name) in PRESETS:
+            return PRESETS[str(name)]
+        path = Path(name)
+        if not path.is_file():
+            raise RecipeError(f"recipe {str(name)!r}: neither a preset ({', '.join(PRESETS)}) nor a file")
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError:
+            raise RecipeError(f"{path}: a recipe is UTF-8 JSON; write one with `quantsink recipe`") from None
+
+
+def excluded(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a dotted module name, or a module above it, matches one of the patterns, component by component."""
+    return any(matches(name, pattern) for pattern in patterns)
+
+
+def matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return any(
+        all(fnmatch.fnmatchcase(part, want) for part, want in zip(parts[first:], wanted, strict=False))
+        for first in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def _check(good: bool, message: str) -> None:
+    if not good:
+        raise RecipeError(f"recipe: {message}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
+    return dict(pairs)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return "inf" if value == math.inf else value
+
+
+def _build(cls: type, data: object, place: str) -> Any:
+    if not isinstance(data, dict):
+        raise RecipeError(f"{place}: expected an object, found {type(data).__name__}")
+    hints = typing.get_type_hints(cls)
+    unknown = [key for key in data if key not in hints]
+    if unknown:
+        raise RecipeError(f"{place}: unknown key {unknown[0]!r}; known are {', '.join(hints)}")
+    return cls(**{key: _value(hints[key], item, f"{place}.{key}") for key, item in data.items()})
+
+
+def _value(hint: Any, value: object, place: str) -> Any:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, place)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise RecipeError(f"{place}: {value!r} is not one of {', '.join(choices)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise RecipeError(f"{place}: expected a list of strings")
+        return tuple(value)
+    if origin is types.UnionType:
+        return None if value is None else _value(typing.get_args(hint)[0], value, place)
+    if hint is float and value == "inf":
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float) if hint is float else hint):
+        raise RecipeError(f"{place}: expected {hint.__name__}, found {value!r}")
+    if hint is float and not math.isfinite(typing.cast(float, value)):
+        raise RecipeError(f"{place}: expected a finite number, found {value!r}")
+    return hint(value)
+
+
+_NATIVE_ATTENTION = Attention(kind="native", sinks="none")
+
+PRESETS = {
+    "w8a16": Recipe(
+        activations=Activations(kind="native", native_columns=0.0, sink_rows="plain"), attention=_NATIVE_ATTENTION
+    ),
+    "w8a8": Recipe(),
+    "w8a8-static": Recipe(activations=Activations(kind="static", sink_rows="table")),
+}
+"""The presets by name: weights only; dynamic per token; static with one table for sink rows and one for the rest."""

@@ -1,0 +1,133 @@
+"""MODEL: a hub id, a local folder, or a `.gguf` file, and what identifies the weights that came out of it."""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from quantsink.errors import ModelError, UsageError
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found but not loaded yet."""
+
+    name: str
+    root: str
+    gguf: str | None = None
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return {"gguf_file": self.gguf} if self.gguf else {}
+
+    def tokenizer(self) -> Any:
+        with self._loading("tokenizer"):
+            return AutoTokenizer.from_pretrained(self.root, **self._arguments)
+
+    def model(self, dtype: str = "auto", device: str = "cpu") -> Any:
+        """The model in eval mode. `dtype`: auto (the checkpoint's own; float32 for GGUF), float32, bfloat16, float16.
+
+        Raises:
+            ModelError: not found, damaged, not a causal language model, or quantized already.
+        """
+        if dtype not in DTYPES:
+            raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}")
+        chosen = torch.float32 if self.gguf and dtype == "auto" else DTYPES[dtype]
+        with self._loading("model"):
+            if not self.gguf:
+                method = getattr(AutoConfig.from_pretrained(self.root), "quantization_config", None)
+                if method:
+                    name = method.get("quant_method") if isinstance(method, dict) else method
+                    raise ModelError(f"{self.name}: already quantized ({name}); give the original model")
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self.root, dtype=chosen, output_loading_info=True, **self._arguments
+            )
+            model, info = loaded
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ModelError(f"{self.name}: {missing[0]} is missing from its weight files; fetch the model again")
+        if self.gguf:
+            model.hf_quantizer.remove_quantization_config(model)
+            model.config.dtype = model.dtype
+        return check_device(model, device).eval()
+
+    @contextlib.contextmanager
+    def _loading(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ModelError:
+            raise
+        except Exception as error:
+            first = " ".join(str(error).split()).split(". ")[0][:240]
+            raise ModelError(f"{self.name}: its {what} cannot be loaded: {type(error).__name__}: {first}") from error
+
+
+def find(name: str) -> Source:
+    """Decide what MODEL is, without loading anything.
+
+    Raises:
+        ModelError: no such file or folder, and not a possible hub id.
+    """
+    path = Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"{name}: no such .gguf file")
+        return Source(name, str(path.parent), path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{name}: the folder has no config.json; a model folder is what save_pretrained writes")
+        return Source(name, str(path))
+    if path.exists() or not _HUB_ID.fullmatch(name):
+        raise ModelError(f"{name}: neither a folder, a .gguf file nor a hub id")
+    return Source(name, name)
+
+
+def check_device(model: Any, device: str) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """sha256 over names, shapes and values in bfloat16, so that a model in float32 and in bfloat16 is the same one."""
+    digest = hashlib.sha256()
+    for name, tensor in model.named_parameters():
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """sha256 over the vocabulary and the special tokens."""
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{token}\0{index}\0".encode("utf-8", "surrogatepass"))
+    digest.update(repr(sorted(tokenizer.special_tokens_map.items(), key=str)).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """No progress bars and warnings of transformers while the command line has its own."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

