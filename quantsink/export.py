@@ -11,7 +11,7 @@ from quantsink.apply import apply
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
 from quantsink.card import Measured, model_card
-from quantsink.checkpoint import payload_bytes, save
+from quantsink.checkpoint import MARKS, payload_bytes, save
 from quantsink.errors import DataError, ModelError
 from quantsink.eval.bootstrap import kl_mean, perplexity
 from quantsink.eval.divergence import log_probs, score, score_reference
@@ -69,7 +69,7 @@ def export(
         say: told what is being done, a line each.
     """
     target = Path(out)
-    check_free(target, force=force)
+    check_free(target, MARKS, force=force)
     found = Calibration.load(calibration)
     wanted = Recipe.load(recipe)
     if native_heads is not None:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,17 @@ from quantsink.errors import OutputError, UsageError
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
+def whole_folder(target: Path, marks: Collection[str], *, force: bool = False) -> Iterator[Path]:
     """Give a temporary folder beside `target` and rename it to `target` when the block ends without an error.
 
+    Args:
+        marks: file names by which quantsink knows its own output; `force` replaces a folder only if it holds one.
+
     Raises:
-        UsageError: the target is taken and `force` is not given.
+        UsageError: the target is taken, and `force` is not given or it is not quantsink's.
         OutputError: the disk is full or the place cannot be written; nothing is left behind.
     """
-    check_free(target, force=force)
+    check_free(target, marks, force=force)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
@@ -36,12 +39,16 @@ def whole_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def check_free(target: Path, *, force: bool = False) -> None:
+def check_free(target: Path, marks: Collection[str], *, force: bool = False) -> None:
     """Refuse a taken output before any work is done."""
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target}: a file stands where the output folder should go; choose another -o")
-    if target.is_dir() and any(target.iterdir()) and not force:
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not force:
         raise UsageError(f"{target}: the folder is not empty; choose another -o or pass --force to replace it")
+    if not any((target / mark).exists() for mark in marks):
+        raise UsageError(f"{target}: not written by quantsink, so --force does not replace it; choose another -o")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -120,6 +120,7 @@ class QuantizedLinear(nn.Module):
                 scale = scale.repeat(len(x), 1)
                 scale[sink] = self.sink_scale
             codes = quantize_static(x, scale)
+            scale = scale + x.float().sum(-1, keepdim=True) * 0  # a row with NaN or inf stays visible
         y = int8_linear(codes, self.weight, scale, self.weight_scale)
         if sink is not None and self.sink_rows == "native":
             y[sink] = self._dequantized(x[sink])

@@ -21,9 +21,10 @@ from torch.nn.functional import pad
 
 from quantsink.kernels.int8_linear import QMAX, quantize_per_token
 
-TILE = 2**21
-"""Scores that are held at once, so that they stay in the cache; at least `MIN_ROWS` queries go together."""
-MIN_ROWS = 16
+TILE = 2**20
+"""Scores that are held at once, so that they stay in the cache."""
+MIN_ROWS, MAX_ROWS = 16, 128
+"""Queries that go together: few enough that causal tiles leave out what nobody sees."""
 
 
 class Route(IntEnum):
@@ -83,7 +84,7 @@ def reference(
         groups.append(SplitHeads(split, k, v, kv_head, key_mean.to(work), routes, sink_start, rule))
 
     out = q.new_empty(*q.shape[:3], v.shape[-1])
-    step = max(MIN_ROWS, TILE // max(q.shape[0] * q.shape[1] * k.shape[2], 1))
+    step = min(max(TILE // max(q.shape[0] * q.shape[1] * k.shape[2], 1), MIN_ROWS), MAX_ROWS)
     for first in range(0, q.shape[2], step):
         rows = slice(first, min(first + step, q.shape[2]))
         visible = Visible.of(rows, q.shape[2], k.shape[2], mask, rule)
@@ -149,8 +150,8 @@ class NativeHeads:
 
     def __init__(self, heads: Tensor, k: Tensor, v: Tensor, kv_head: Tensor, rule: Rule) -> None:
         self.heads, self.rule = heads, rule
-        self.key = k.transpose(-1, -2).contiguous()[:, kv_head[heads]]
-        self.value = v[:, kv_head[heads]]
+        self.key = k.transpose(-1, -2).contiguous().index_select(1, kv_head[heads])
+        self.value = v.index_select(1, kv_head[heads])
 
     def attend(self, q: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
         """Output `[B, h, n, Dv]` and log-sum-exp `[B, h, n, 1]` of queries `[B, h, n, D]`."""
@@ -189,11 +190,17 @@ class SplitHeads:
         beyond = whole(keys, block) - keys
         codes, scale = quantize_per_token(pad(k - key_mean[:, None], (0, 0, 0, beyond)))
         self.mean = key_mean[group, :, None]
-        self.key_codes = codes.to(k.dtype).transpose(-1, -2).contiguous()[:, group]
+        self.key_codes = codes.transpose(-1, -2).to(k.dtype).contiguous().index_select(1, group)
         self.key_scale = scale.transpose(-1, -2)[:, group]
-        rest = pad(v[:, group], (0, 0, 0, beyond))
+        v = pad(v, (0, 0, 0, beyond))
+        codes, scale = quantize_value_blocks(v, block)
+        self.value_codes, self.value_scale = codes.index_select(1, group), scale.index_select(1, group)
+        # Only blocks that hold a sink depend on the route: theirs are the scales of what is left without it.
+        edge = whole(exact, block)
+        rest = v[:, group, :edge]
         rest[:, :, :exact].masked_fill_(self.sink.transpose(-1, -2), 0)
-        self.value_codes, self.value_scale = quantize_value_blocks(rest, block)
+        codes, scale = quantize_value_blocks(rest, block)
+        self.value_codes[:, :, : edge // block], self.value_scale[:, :, : edge // block] = codes, scale
 
     def attend(self, q: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
         """Output `[B, h, n, Dv]` and log-sum-exp `[B, h, n, 1]` of queries `[B, h, n, D]`."""

@@ -1,0 +1,226 @@
+"""Streamed statistics against a full eager computation, and a model that is as before afterwards."""
+
+import math
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from quantsink.architecture import Architecture
+from quantsink.calibration.calibration import head_means
+from quantsink.calibration.collect import Collector, collecting
+from quantsink.calibration.statistics import BIN_WIDTH, BINS, merge
+from quantsink.errors import ArchitectureError, QuantSinkError
+
+
+def collect(model, *batches, sink_size=1, query_rows=None, error_windows=0):
+    collector = Collector(
+        model, Architecture.of(model), sink_size=sink_size, query_rows=query_rows, error_windows=error_windows
+    )
+    with collecting(collector):
+        for batch in batches:
+            collector.run(*batch)
+    return collector
+
+
+def ids(length, batch=1, seed=1):
+    torch.manual_seed(seed)
+    return torch.cat([torch.zeros(batch, 1, dtype=torch.long), torch.randint(2, 258, (batch, length - 1))], 1)
+
+
+def eager_weights(model, tokens):
+    """`[layers][B, H, L, L]` float64 attention weights from transformers' own eager attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model(tokens, output_attentions=True).attentions
+    model.set_attn_implementation(before)
+    return [weights.double() for weights in found]
+
+
+def gemma2():
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=258, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=32, attn_logit_softcapping=5.0, initializer_range=0.2,
+        pad_token_id=1,
+    )  # fmt: skip
+    return Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma", "gemma2"])
+@pytest.mark.parametrize("sink_size", [1, 4])
+def test_statistics_equal_a_full_eager_computation(family, sink_size, request):
+    model = gemma2() if family == "gemma2" else request.getfixturevalue(family)()
+    tokens = ids(150)
+    collector = collect(model, (tokens,), sink_size=sink_size)
+    for layer, weights in zip(collector.architecture.attentions, eager_weights(model, tokens), strict=True):
+        rows = weights[0, :, 16:]
+        seen = (rows > 0).sum(-1)
+        entropy = -(rows * rows.clamp(min=1e-300).log()).sum(-1) / seen.double().log()
+        found = head_means(collector.heads[layer.name])
+        rest = rows[..., sink_size:].amax(-1)
+        expected = {
+            "bos_mass": rows[..., 0].mean(-1),
+            "sink_mass": rows[..., :sink_size].sum(-1).mean(-1),
+            "entropy": entropy.mean(-1),
+            "rest_peak": rest.mean(-1),
+        }
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, atol=1e-5), (layer.name, name)
+        fields = collector.heads[layer.name]
+        assert torch.allclose(fields["rest_peak_max"], rest.amax(-1), atol=1e-5)
+        assert int(fields["rows"][0]) == 134
+        gap = (rows.amax(-1, keepdim=True) / rows.clamp(min=1e-300)).log()
+        bins = (gap / BIN_WIDTH).clamp(max=BINS - 1).long()
+        for head in range(layer.heads):
+            count = torch.bincount(bins[head][rows[head] > 0], minlength=BINS)
+            assert (fields["gap_count"][head] - count).abs().sum() <= 4, "pairs on a bin's border may move by rounding"
+        assert torch.allclose(fields["gap_mass"].sum(-1), fields["rows"], atol=1e-3)
+
+
+def test_key_and_value_ranges_split_off_the_sink(tiny_llama):
+    model, tokens = tiny_llama(), ids(40)
+    seen = {}
+
+    def grab(module, arguments, output):
+        seen["v"] = output.view(1, 40, 2, 16).transpose(1, 2)[0].double()
+
+    handle = model.model.layers[0].self_attn.v_proj.register_forward_hook(grab)
+    collector = collect(model, (tokens,), sink_size=3)
+    handle.remove()
+    fields = collector.heads["model.layers.0.self_attn"]
+    assert torch.allclose(fields["value_sink_amax"], seen["v"][:, :3].abs().amax(1))
+    assert torch.allclose(fields["value_amax"], seen["v"][:, 3:].abs().amax(1))
+    assert fields["key_count"].tolist() == [37, 37]
+    assert bool((fields["key_sum"] / 37 <= fields["key_max"]).all())
+    assert bool((fields["key_sum"] / 37 >= -fields["key_min_negated"]).all())
+
+
+def test_linear_inputs_keep_sink_rows_apart(tiny_llama):
+    model, tokens = tiny_llama(), ids(40)
+    seen = {}
+    layer = model.model.layers[1].mlp.down_proj
+    handle = layer.register_forward_pre_hook(lambda module, arguments: seen.update(x=arguments[0][0].double()))
+    collector = collect(model, (tokens,), sink_size=2)
+    handle.remove()
+    fields = collector.linears["model.layers.1.mlp.down_proj"]
+    assert torch.equal(fields["input_sink_amax"], seen["x"][:2].abs().amax(0))
+    assert torch.equal(fields["input_amax"], seen["x"][2:].abs().amax(0))
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pads_never_enter_a_statistic(family, side, request):
+    model, tokens, pads = request.getfixturevalue(family)(), ids(60), 23
+    alone = collect(model, (tokens,), error_windows=1)
+    filler = torch.full((1, pads), 77)
+    real, none = torch.ones_like(tokens), torch.zeros_like(filler)
+    order = (filler, tokens) if side == "left" else (tokens, filler)
+    mask = torch.cat((none, real) if side == "left" else (real, none), 1)
+    padded = collect(model, (torch.cat(order, 1), mask), error_windows=1)
+    for name, fields in alone.heads.items():
+        for field, value in fields.items():
+            if side == "left" and field.startswith(("key", "error")):
+                continue  # keys turn with their position, and so does what INT8 makes of them
+            assert torch.allclose(padded.heads[name][field], value, atol=1e-5, rtol=1e-4), (name, field)
+        assert torch.allclose(padded.heads[name]["value_amax"], fields["value_amax"], atol=1e-5)
+        assert torch.equal(padded.heads[name]["key_count"], fields["key_count"])
+    for name, fields in alone.linears.items():
+        assert torch.allclose(padded.linears[name]["input_amax"], fields["input_amax"], atol=1e-4), name
+
+
+def test_a_batch_is_the_sum_of_its_rows(tiny_llama):
+    model, batch = tiny_llama(), ids(50, batch=3)
+    together = collect(model, (batch,))
+    apart = collect(model, *((row[None],) for row in batch))
+    for name, fields in apart.heads.items():
+        for field, value in fields.items():
+            assert torch.allclose(together.heads[name][field], value, atol=1e-5, rtol=1e-5), field
+
+
+def test_two_measurements_merge_by_addition(tiny_llama):
+    model = tiny_llama()
+    first, second, both = (collect(model, *b) for b in ([(ids(40),)], [(ids(50),)], [(ids(40),), (ids(50),)]))
+    for name, fields in both.heads.items():
+        merged = merge([first.heads[name], second.heads[name]])
+        for field, value in fields.items():
+            assert torch.equal(merged[field], value), field
+
+
+def test_sampled_rows_estimate_all_rows(tiny_llama):
+    model, tokens = tiny_llama(), ids(400)
+    name = "model.layers.0.self_attn"
+    sampled = head_means(collect(model, (tokens,), query_rows=64).heads[name])
+    exact = head_means(collect(model, (tokens,)).heads[name])
+    assert torch.allclose(sampled["bos_mass"], exact["bos_mass"], atol=0.02)
+    assert torch.allclose(sampled["entropy"], exact["entropy"], atol=0.02)
+
+
+def test_the_model_is_as_before_afterwards(tiny_llama):
+    model = tiny_llama()
+    model.train()
+    model.model.layers[1].eval()
+    implementation = model.config._attn_implementation
+    hooks = {name: len(m._forward_pre_hooks) for name, m in model.named_modules()}
+    modes = {name: m.training for name, m in model.named_modules()}
+
+    def stop():
+        with collecting(Collector(model, Architecture.of(model), sink_size=1)):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        stop()
+    collect(model, (ids(30),))
+    assert model.config._attn_implementation == implementation
+    assert {name: len(m._forward_pre_hooks) for name, m in model.named_modules()} == hooks
+    assert {name: m.training for name, m in model.named_modules()} == modes
+
+
+def test_two_models_that_share_a_config(tiny_llama):
+    first = tiny_llama(seed=0)
+    second = type(first)(first.config).eval()
+    expected = collect(first, (ids(40),)).heads["model.layers.0.self_attn"]
+    with collecting(Collector(second, Architecture.of(second), sink_size=1)):
+        found = collect(first, (ids(40),)).heads["model.layers.0.self_attn"]
+    assert torch.equal(found["bos_mass"], expected["bos_mass"])
+
+
+def test_the_output_of_the_model_is_untouched(tiny_gemma):
+    model, tokens, seen = tiny_gemma(), ids(60), []
+    handle = model.model.register_forward_hook(lambda module, arguments, output: seen.append(output[0]))
+    with torch.no_grad():
+        model(tokens)
+    collect(model, (tokens,))
+    handle.remove()
+    assert torch.allclose(seen[0], seen[1], atol=1e-5)
+
+
+def test_attention_that_goes_round_the_interface_is_refused(tiny_llama):
+    model = tiny_llama()
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ArchitectureError, match=r"layers\.1\.self_attn: its attention did not go through"):
+        collect(model, (ids(30),))
+
+
+def test_real_tokens_must_be_one_run(tiny_llama):
+    mask = torch.ones(1, 30, dtype=torch.long)
+    mask[0, 10] = 0
+    with pytest.raises((ValueError, QuantSinkError), match="unbroken run"):
+        collect(tiny_llama(), (ids(30), mask))
+
+
+def test_a_planted_sink_costs_less_on_its_own_route(tiny_llama):
+    model = tiny_llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(3)
+            layer.self_attn.k_proj.weight.mul_(3)
+    collector = collect(model, (ids(200),), error_windows=1)
+    for fields in collector.heads.values():
+        means = head_means(fields)
+        assert bool((means["error_int8"] > 0).all())
+        assert bool((means["error_int8"] < 1).all())
+        strong = means["bos_mass"] > 0.3
+        assert bool((means["error_sink"][strong] < means["error_int8"][strong]).all())
+        assert math.isfinite(float(means["error_sink"].sum()))

@@ -1,0 +1,168 @@
+"""The figures of docs/results.md on real models. Bounds come from theory and from prototypes, not from these runs."""
+
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import quantsink
+from quantsink.architecture import Architecture
+from quantsink.calibration import Calibration, calibrate
+from quantsink.calibration.calibration import head_means
+from quantsink.calibration.collect import Collector, collecting
+from quantsink.checkpoint import load, save
+from quantsink.eval import measure, parse_methods, read
+
+pytestmark = pytest.mark.real
+
+
+def opened(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer(smollm2):
+    return opened(smollm2)
+
+
+@pytest.fixture(scope="module")
+def calibration(model_and_tokenizer, wikitext) -> Calibration:
+    """Windows of 512 of the validation text; sampled query rows, as by default."""
+    model, tokenizer = model_and_tokenizer
+    return calibrate(model, tokenizer, str(wikitext[0]), seq_len=512, max_tokens=32 * 512)
+
+
+@pytest.fixture(scope="module")
+def rows(model_and_tokenizer, calibration, wikitext):
+    """The report's rows on four windows of BOS + 1,023 tokens of the test text."""
+    model, tokenizer = model_and_tokenizer
+    report = measure(
+        model,
+        tokenizer,
+        model_name="SmolLM2-135M",
+        calibration=calibration,
+        text=read(tokenizer, str(wikitext[1]), length=1024, max_windows=4),
+        methods=parse_methods("all"),
+    )
+    print(report.to_dict())
+    return {row.method: row for row in report.rows}
+
+
+def test_sink_heads_of_smollm2(calibration):
+    heads = {(head.layer, head.head): head for head in calibration.heads()}
+    assert len(heads) == 270
+    assert 125 <= sum(head.bos_mass > 0.3 for head in heads.values()) <= 143
+    assert heads[18, 8].bos_mass >= 0.98
+    assert heads[18, 8].entropy <= 0.02
+
+
+@pytest.mark.parametrize(("bos", "low", "high"), [(True, 25, 72), (False, 0, 0)])
+def test_sink_heads_of_gemma3_need_their_bos(bos, low, high, gemma3, wikitext):
+    model, tokenizer = opened(gemma3)
+    found = calibrate(
+        model, tokenizer, str(wikitext[0]), seq_len=512, max_tokens=4 * 512, bos=bos, error_windows=0
+    ).heads()
+    assert len(found) == 72
+    assert low <= sum(head.bos_mass > 0.3 for head in found) <= high
+
+
+def test_statistics_equal_a_full_eager_computation(smollm2, wikitext):
+    model, tokenizer = opened(smollm2)
+    ids = tokenizer(wikitext[0].read_text()[:8000], add_special_tokens=False).input_ids[:511]
+    tokens = torch.tensor([[tokenizer.bos_token_id, *ids]])
+    collector = Collector(model, Architecture.of(model), sink_size=1, query_rows=None, error_windows=0)
+    with collecting(collector):
+        collector.run(tokens)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        everything = model.model(tokens, output_attentions=True).attentions
+    for layer, weights in zip(collector.architecture.attentions, everything, strict=True):
+        rows = weights[0, :, 16:].double()
+        visible = torch.arange(17, 513).double()
+        entropy = -(rows * rows.clamp(min=1e-300).log()).sum(-1) / visible.log()
+        found = head_means(collector.heads[layer.name])
+        assert torch.allclose(found["bos_mass"], rows[..., 0].mean(-1), atol=1e-5), layer.name
+        assert torch.allclose(found["entropy"], entropy.mean(-1), atol=1e-5), layer.name
+        assert torch.allclose(found["rest_peak"], rows[..., 1:].amax(-1).mean(-1), atol=1e-5), layer.name
+
+
+def test_calibration_takes_at_most_twice_a_forward_pass(model_and_tokenizer, wikitext):
+    """Everything that `calibrate` does, against SDPA forward passes over the same windows, in turn; medians."""
+    model, tokenizer = model_and_tokenizer
+    text = quantsink.calibration.windows(
+        tokenizer, quantsink.calibration.parse_spec(str(wikitext[0])), seq_len=512, max_tokens=16 * 512
+    )
+    ratios = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        calibrate(model, tokenizer, str(wikitext[0]), seq_len=512, max_tokens=16 * 512)
+        between = time.perf_counter()
+        with torch.no_grad():
+            for ids in text.ids:
+                model(ids[None], use_cache=False)
+        ratios.append((between - begun) / (time.perf_counter() - between))
+    print("calibration / forward:", ratios)
+    assert statistics.median(ratios) <= 2.0
+
+
+def test_int8_attention_alone(rows):
+    assert rows["attention-sink"].kl <= 0.0010
+    assert rows["attention-row"].kl >= 0.005
+    assert rows["attention-sink"].kl < rows["attention-block"].kl < rows["attention-row"].kl
+    assert rows["attention-all"].kl < rows["attention-sink"].kl
+
+
+def test_the_fault_this_project_exists_for_is_visible(rows):
+    assert rows["attention-fixed"].ppl_ratio > 1.3
+
+
+def test_clips(rows):
+    assert 0.02 <= rows["clip-absolute-10"].kl <= 0.1
+    assert rows["clip-row-10"].kl < 0.0001
+
+
+def test_whole_model(rows):
+    assert rows["w8a8"].kl <= 0.010
+    assert rows["w8a8"].ppl_ratio <= 1.010
+    assert rows["w8a8"].kl < rows["bnb-llm-int8"].kl
+    assert rows["w8a8"].kl < rows["w8a8-plain"].kl
+
+
+def test_static(rows):
+    assert rows["w8a8-static"].ppl_ratio <= 1.04
+    assert rows["w8a8-static"].kl <= 0.05
+    assert rows["w8a8-static-plain"].ppl_ratio > 1.5
+
+
+RELOAD = """
+import filecmp, sys, torch, quantsink
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+first, second, logits = map(Path, sys.argv[1:])
+model = AutoModelForCausalLM.from_pretrained(first)
+with torch.no_grad():
+    found = model(torch.arange(100, 200)[None]).logits
+assert torch.equal(found, torch.load(logits)), "other logits"
+model.save_pretrained(second, max_shard_size="50MB")
+names = [path.name for path in second.iterdir()]
+assert sum(name.endswith(".safetensors") for name in names) > 1
+_, different, missing = filecmp.cmpfiles(first, second, names, shallow=False)
+assert not different and not missing, (different, missing)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reload_in_a_fresh_process(dtype, smollm2, calibration, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype)
+    quantsink.quantize(model, calibration, "w8a8")
+    save(model, tmp_path / "a", max_shard_size="50MB")
+    with torch.no_grad():
+        torch.save(model(torch.arange(100, 200)[None]).logits, tmp_path / "logits.pt")
+    arguments = [sys.executable, "-c", RELOAD, tmp_path / "a", tmp_path / "b", tmp_path / "logits.pt"]
+    subprocess.run(arguments, check=True, cwd=tmp_path)
+    assert load(tmp_path / "a").dtype == getattr(torch, dtype)
