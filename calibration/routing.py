@@ -79,7 +79,9 @@ def choose_routes(calibration: Calibration, recipe: Recipe) -> dict[Place, Route
     wanted = recipe.attention.native_heads
     if wanted > len(heads):
         raise RecipeError(f"recipe: native_heads {wanted}, but {calibration.model} has {len(heads)} heads")
-    if wanted:
+    if wanted == len(heads):
+        routes = dict.fromkeys(routes, Route.NATIVE)
+    elif wanted:
         ranked = sorted(heads, key=lambda head: -_error(head, routes[head.layer, head.head]))
         routes.update({(head.layer, head.head): Route.NATIVE for head in ranked[:wanted]})
     return routes

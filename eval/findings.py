@@ -1,0 +1,72 @@
+"""What helped and what did not: computed from the rows, by the interval of their paired difference."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quantsink.eval.bootstrap import difference_interval
+from quantsink.eval.rows import Row
+
+QUESTIONS = (
+    ("attention-row", "attention-fixed", "INT8 attention weights: a scale per row, not one fixed scale"),
+    ("attention-block", "attention-row", "INT8 attention weights: a scale per 64 keys, not per row"),
+    ("attention-sink", "attention-block", "Splitting the sink off on the heads that calibration found"),
+    ("attention-sink", "attention-random", "Choosing these heads by calibration, not at random"),
+    ("attention-all", "attention-sink", "Splitting the sink off on every head, not only on those found"),
+    ("clip-row-10", "clip-absolute-10", "Clipping scores relative to their row's maximum, not absolutely"),
+    ("w8a8", "w8a8-plain", "quantsink's w8a8, INT8 attention included, against plain W8A8 without it"),
+    ("w8a8", "bnb-llm-int8", "quantsink's w8a8, INT8 attention included, against LLM.int8() without it"),
+    ("w8a8", "w8a8-random", "In the whole model: choosing the sink heads by calibration, not at random"),
+    ("w8a8-static", "w8a8-static-plain", "Static scales: a table of its own for sink tokens, outlier columns native"),
+)
+"""(what is tried, what it is held against, in words)."""
+
+HELPED, HURT, SAME, UNDECIDED = "helped", "hurt", "no difference shown", "not decided"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: KL of `tried` less KL of `against`, with its 95 % interval where there is one."""
+
+    question: str
+    tried: str
+    against: str
+    verdict: str
+    evidence: str
+
+
+def findings(rows: Iterable[Row]) -> list[Finding]:
+    """One for each question whose two rows were measured."""
+    measured = {row.method: row for row in rows if row.ok}
+    return [
+        _finding(measured[tried], measured[against], question)
+        for tried, against, question in QUESTIONS
+        if tried in measured and against in measured
+    ]
+
+
+def _finding(tried: Row, against: Row, question: str) -> Finding:
+    assert tried.kl is not None
+    assert against.kl is not None
+    bounds = difference_interval(tried.windows, against.windows)
+    evidence = f"KL {number(tried.kl)} ({tried.method}) against {number(against.kl)} ({against.method})"
+    if bounds is None:
+        return Finding(question, tried.method, against.method, UNDECIDED, f"{evidence}; one window gives no interval")
+    low, high = bounds
+    verdict = HELPED if high < 0 else HURT if low > 0 else SAME
+    evidence += f"; difference {number(tried.kl - against.kl)}, 95 % interval {number(low)} to {number(high)}"
+    return Finding(question, tried.method, against.method, verdict, evidence)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Plain decimals with `digits` significant ones, 1.23e-06 below 1e-5."""
+    if value == 0 or math.isinf(value):
+        return "0" if value == 0 else str(value)
+    if abs(value) < 1e-5:
+        return f"{value:.{digits - 1}e}"
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.{max(0, digits - 1 - _exponent(rounded))}f}"
+
+
+def _exponent(value: float) -> int:
+    return int(f"{value:e}".partition("e")[2])

@@ -1,0 +1,224 @@
+"""`measure`: the reference once, then each method and each checkpoint on the same windows."""
+
+import copy
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantsink.apply import check_unquantized
+from quantsink.architecture import Architecture
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.text import parse_spec
+from quantsink.calibration.text import windows as tokenized
+from quantsink.errors import CheckpointError, QuantSinkError, UsageError
+from quantsink.eval.divergence import LogProbs, Progress, WindowSums, log_probs, score, score_reference
+from quantsink.eval.footprint import count_parameters, footprint, payload_on_disk
+from quantsink.eval.methods import METHODS, Method, NotRunError, quiet_peers
+from quantsink.eval.perplexity import EvalText
+from quantsink.eval.report import Report
+from quantsink.eval.rows import CalibrationFacts, Conditions, Row, Versions
+from quantsink.source import model_fingerprint
+
+LoadCheckpoint = Callable[[Path], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bench:
+    """What every row is measured against."""
+
+    model: Any
+    architecture: Architecture
+    parameters: int
+    text: EvalText
+    store: LogProbs
+    sums: tuple[WindowSums, ...]
+    progress: Progress | None
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    *,
+    model_name: str,
+    calibration: Calibration | None,
+    text: EvalText,
+    methods: Sequence[Method],
+    checkpoints: Sequence[Path] = (),
+    load_checkpoint: LoadCheckpoint | None = None,
+    notes: tuple[str, ...] = (),
+    progress: Progress | None = None,
+) -> Report:
+    """Measure methods and checkpoints against the unquantized `model`, which stays as it is.
+
+    Args:
+        model_name: hub id, or a path, of which the report tells only the last part.
+        calibration: of this model; None where no method needs one.
+        load_checkpoint: gives the model of a checkpoint folder, in the reference's dtype.
+        notes: what a reader of the figures must know about the model.
+
+    Raises:
+        UsageError, CalibrationError, ModelError, ArchitectureError: before any work.
+        CheckpointError: a checkpoint of another architecture, vocabulary or dtype than the reference.
+        QuantSinkError: a method whose logits are not finite. Of another toolkit's method the row states it instead.
+    """
+    check_unquantized(model)
+    architecture, parameters = Architecture.of(model), count_parameters(model)
+    fingerprint = model_fingerprint(model)
+    if calibration is not None:
+        calibration.check_model(fingerprint, model_name)
+    for method in methods:
+        if method.calibrated and calibration is None:
+            raise UsageError(f"{method.name}: needs a calibration of {model_name}; give --calibration")
+    if checkpoints and load_checkpoint is None:
+        raise UsageError("checkpoints need load_checkpoint, which gives the model of a folder")
+    payloads = [payload_on_disk(folder) for folder in checkpoints]
+    conditions = _conditions(model, tokenizer, model_name, fingerprint, parameters, text, calibration)
+    with log_probs() as store:
+        sums = score_reference(model, text.windows, store, progress=progress)
+        bench = _Bench(model, architecture, parameters, text, store, sums, progress)
+        first = METHODS["reference"]
+        size = footprint(model, architecture, parameters)
+        rows = [Row.of(first.name, first.description, first.group, size, sums, sums)]
+        rows += [_measure_method(bench, method, calibration) for method in methods if method.name != first.name]
+        for folder, name, payload in zip(checkpoints, _names(checkpoints), payloads, strict=True):
+            assert load_checkpoint is not None
+            rows.append(_measure_checkpoint(bench, folder, name, payload, load_checkpoint))
+    return Report(conditions, tuple(rows), notes)
+
+
+def _measure_method(bench: _Bench, method: Method, calibration: Calibration | None) -> Row:
+    try:
+        with quiet_peers():
+            built = method.build(copy.deepcopy(bench.model), calibration)
+            sums = score(built, bench.text.windows, bench.store, name=method.name, progress=bench.progress)
+    except NotRunError as error:
+        return Row(method.name, method.description, method.group, f"not run: {error}")
+    except QuantSinkError as error:
+        if method.group != "peer":
+            raise
+        return Row(method.name, method.description, method.group, f"failed: {error}")
+    size = footprint(built, bench.architecture, bench.parameters)
+    return Row.of(method.name, method.description, method.group, size, sums, bench.sums)
+
+
+def _measure_checkpoint(bench: _Bench, folder: Path, name: str, payload: int, load: LoadCheckpoint) -> Row:
+    model = load(folder)
+    _check_alike(model, bench.model, folder)
+    sums = score(model, bench.text.windows, bench.store, name=name, progress=bench.progress)
+    size = footprint(model, bench.architecture, bench.parameters, payload)
+    return Row.of(name, "exported, then loaded again", "checkpoint", size, sums, bench.sums)
+
+
+ALIKE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Config fields in which a checkpoint must agree with its reference."""
+
+
+def _check_alike(model: Any, reference: Any, folder: Path) -> None:
+    mine, other = (m.config.get_text_config(decoder=True) for m in (model, reference))
+    for name in ALIKE:
+        found, wanted = getattr(mine, name, None), getattr(other, name, None)
+        if found != wanted:
+            raise CheckpointError(f"{folder}: {name} is {found}, the reference's {wanted}; name its own original")
+    if model.dtype != reference.dtype:
+        raise CheckpointError(
+            f"{folder}: holds {_dtype(model)}, the reference is {_dtype(reference)}; rows of different types do "
+            f"not compare, load the reference with --dtype {_dtype(model)} or export with --dtype {_dtype(reference)}"
+        )
+
+
+def _names(checkpoints: Sequence[Path]) -> list[str]:
+    """`checkpoint:FOLDER`, by its last name where that is enough to tell them apart."""
+    short = [folder.name or str(folder) for folder in checkpoints]
+    chosen = short if len(set(short)) == len(short) else [str(folder) for folder in checkpoints]
+    if len(set(chosen)) < len(chosen):
+        raise UsageError(f"checkpoint {chosen[0]}: the same folder given twice")
+    return [f"checkpoint:{name}" for name in chosen]
+
+
+def _conditions(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    fingerprint: str,
+    parameters: int,
+    text: EvalText,
+    calibration: Calibration | None,
+) -> Conditions:
+    facts = None
+    if calibration is not None:
+        domains = calibration.domains
+        facts = CalibrationFacts(
+            tuple(domain.name for domain in domains),
+            sum(domain.tokens for domain in domains),
+            calibration.settings.seq_len,
+            covers_text(calibration, tokenizer, text),
+        )
+    return Conditions(
+        model=Path(name).name if Path(name).exists() else name,
+        model_fingerprint=fingerprint,
+        parameters=parameters,
+        dtype=_dtype(model),
+        data=text.name,
+        data_fingerprint=text.fingerprint,
+        length=text.length,
+        stride=text.stride,
+        bos=text.bos,
+        windows=len(text.windows),
+        scored=text.scored,
+        complete=text.complete,
+        calibration=facts,
+        device=str(next(model.parameters()).device),
+        threads=torch.get_num_threads(),
+        versions=_versions(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def covers_text(calibration: Calibration, tokenizer: Any, text: EvalText) -> bool:
+    """Whether the calibration read this text: the same spec or file, or a copy that begins alike token for token."""
+    if not text.spec:
+        return False
+    if any(_same(domain.spec, text.spec) for domain in calibration.domains):
+        return True
+    settings = calibration.settings
+    share = settings.max_tokens // len(calibration.domains)
+    read = tokenized(
+        tokenizer, parse_spec(text.spec), seq_len=settings.seq_len, max_tokens=share, bos=calibration.bos is not None
+    )
+    return any(domain.fingerprint == read.fingerprint for domain in calibration.domains)
+
+
+def _same(first: str, second: str) -> bool:
+    files = [os.path.realpath(os.path.expanduser(spec)) for spec in (first, second)]
+    return first == second or (files[0] == files[1] and os.path.exists(files[0]))
+
+
+def _dtype(model: nn.Module) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _versions() -> Versions:
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed"
+
+    packages = ("torch", "transformers", "quantsink", "bitsandbytes")
+    return Versions(platform.python_version(), *(version(package) for package in packages))

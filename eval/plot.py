@@ -1,0 +1,145 @@
+"""KL against bits as a PNG: a scatter, its labels in a column of their own beside each cluster so that none overlap."""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from quantsink.eval.methods import WHOLE_MODEL
+from quantsink.eval.rows import Row
+
+FLOOR = 1e-7
+"""KL below this is drawn here: the axis is logarithmic, and such a difference is rounding."""
+WHOLE, ALONE = "#1f6f8b", "#c8553d"
+
+
+def kl_vs_bits(rows: Sequence[Row], title: str) -> bytes:
+    """PNG of every measured row but the reference, whose KL is 0. Attention-only rows are hollow.
+
+    Bits are those of the weights as stored, so attention-only rows stand at the reference's own bits.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.ok and row.group != "reference" and row.kl is not None]
+    figure = Figure(figsize=(11, 6.4), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    clusters = _clusters(shown)
+    all_axes = figure.subplots(1, max(len(clusters), 1), sharey=True, squeeze=False)[0]
+    low, high = _range(shown)
+    for axes, cluster in zip(all_axes, clusters, strict=False):
+        _draw(axes, cluster, low, high)
+        axes.set_xlabel("bits per parameter as stored")
+    all_axes[0].set_ylabel("KL to the reference, nats per token (log; lower is better)")
+    figure.suptitle(title, fontsize=11)
+    handles = [
+        _handle(WHOLE, True, "weights quantized too"),
+        _handle(ALONE, False, "attention changed alone, weights native"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": "quantsink"})
+    return buffer.getvalue()
+
+
+def _clusters(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows whose bits lie within 1.5 of their neighbour's share a panel."""
+    found: list[list[Row]] = []
+    for row in sorted(rows, key=_bits):
+        if found and _bits(row) - _bits(found[-1][-1]) < 1.5:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
+def _draw(axes: Any, rows: list[Row], low: float, high: float) -> None:
+    left, right = _bits(rows[0]), _bits(rows[-1])
+    pad = max((right - left) * 0.15, 0.05)
+    width = right - left + 2 * pad
+    label_x = right + pad
+    axes.set_xlim(left - pad, label_x + 1.4 * width)
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    ordered = sorted(rows, key=_kl)
+    for row, y in zip(ordered, _spread([math.log10(_kl(row)) for row in ordered], low, high), strict=True):
+        whole = row.group in WHOLE_MODEL
+        color = WHOLE if whole else ALONE
+        bars = [[_kl(row) - max(row.kl_low or 0, FLOOR)], [(row.kl_high or 0) - _kl(row)]]
+        axes.errorbar(
+            _bits(row),
+            _kl(row),
+            yerr=None if row.kl_low is None else [[max(bar[0], 0)] for bar in bars],
+            fmt="o" if whole else "s",
+            color=color,
+            markerfacecolor=color if whole else "white",
+            markersize=6,
+            capsize=3,
+            elinewidth=1.2,
+        )
+        axes.annotate(
+            row.method,
+            xy=(_bits(row), _kl(row)),
+            xytext=(label_x + 0.06 * width, 10**y),
+            fontsize=9,
+            va="center",
+            color="#222222",
+            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5},
+        )
+    axes.grid(True, which="major", axis="y", color="#e6e6e6")
+    axes.set_axisbelow(True)
+    ticks = _ticks([_bits(row) for row in rows], width / 8)
+    axes.set_xticks(ticks, [f"{tick:.2f}" for tick in ticks])
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _ticks(values: list[float], apart: float) -> list[float]:
+    """The values themselves, ascending, without those too near to the one before."""
+    kept: list[float] = []
+    for value in sorted(values):
+        if not kept or value - kept[-1] >= apart:
+            kept.append(value)
+    return kept
+
+
+def _spread(wanted: list[float], low: float, high: float) -> list[float]:
+    """Heights (log10, ascending) at least one line apart and together as near to the wanted ones as that allows.
+
+    Least squares: with y_i - i * gap in place of y_i it is isotonic regression, solved by pooling adjacent violators.
+    """
+    bottom, top = math.log10(low), math.log10(high)
+    gap = (top - bottom) / 24
+    pools: list[list[float]] = []
+    for i, y in enumerate(wanted):
+        pools.append([y - i * gap])
+        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    flat = [_mean(pool) for pool in pools for _ in pool]
+    first, last_place = bottom + gap / 2, top - gap / 2 - (len(wanted) - 1) * gap
+    return [min(max(y, first), last_place) + i * gap for i, y in enumerate(flat)]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _range(rows: Sequence[Row]) -> tuple[float, float]:
+    values = [max(v, FLOOR) for row in rows for v in (_kl(row), row.kl_low, row.kl_high) if v is not None]
+    return min(values, default=1e-4) / 1.8, max(values, default=1.0) * 1.8
+
+
+def _handle(color: str, whole: bool, label: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    face, marker = (color, "o") if whole else ("white", "s")
+    return Line2D([], [], color=color, marker=marker, markerfacecolor=face, linestyle="", label=label)
+
+
+def _kl(row: Row) -> float:
+    return max(row.kl or 0.0, FLOOR)
+
+
+def _bits(row: Row) -> float:
+    return row.bits_weight or 0.0

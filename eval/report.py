@@ -1,0 +1,229 @@
+"""`Report`: rows and conditions, as JSON, as one HTML page, as a picture and as a table on the terminal."""
+
+import base64
+import importlib.resources
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from quantsink.errors import UsageError
+from quantsink.eval.findings import findings, number
+from quantsink.eval.methods import GROUPS
+from quantsink.eval.plot import kl_vs_bits
+from quantsink.eval.rows import Conditions, Row, compare_conditions, from_plain, to_plain
+from quantsink.files import whole_folder, write_bytes, write_json, write_text
+
+SCHEMA = 1
+JSON, HTML, PLOT = "report.json", "report.html", "kl_vs_bits.png"
+FEW_WINDOWS = 10
+"""Below this many windows a bootstrap interval is said to be rough."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows measured under the same conditions. `notes`: what a reader must know about the model."""
+
+    conditions: Conditions
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What weakens the figures, worked out from the conditions and the rows."""
+        c, found = self.conditions, []
+        if c.calibration is not None and c.calibration.covers_text:
+            found.append("measured on text used for calibration: the calibrated rows look better than on new text")
+        if c.windows < FEW_WINDOWS:
+            found.append(_few(c.windows))
+        if c.bos is None:
+            found.append("no BOS token before the windows: each window's first token is the sink")
+        found += [f"{row.method}: {row.status}" for row in self.rows if not row.ok]
+        return tuple(found)
+
+    def merge(self, other: "Report") -> "Report":
+        """This report with the other's rows after its own.
+
+        Raises:
+            UsageError: measured under other conditions, or a method that stands in both.
+        """
+        compare_conditions(self.conditions, other.conditions)
+        mine = {row.method for row in self.rows}
+        added = tuple(row for row in other.rows if row.group != "reference")
+        both = [row.method for row in added if row.method in mine]
+        if both:
+            raise UsageError(f"{both[0]}: stands in both reports; leave it out of one")
+        return replace(self, rows=self.rows + added, notes=tuple(dict.fromkeys(self.notes + other.notes)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "conditions": to_plain(self.conditions),
+            "notes": list(self.notes),
+            "rows": [to_plain(row) for row in self.rows],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, place: str = JSON) -> "Report":
+        """The inverse of `to_dict`; anything missing, unknown or of another type is refused.
+
+        Raises:
+            UsageError: names the place and what is wrong there.
+        """
+        keys = {"schema", "conditions", "notes", "rows"}
+        if not isinstance(data, dict) or data.keys() != keys:
+            raise UsageError(f"{place}: not a quantsink report; one has exactly the keys {', '.join(sorted(keys))}")
+        if data["schema"] != SCHEMA:
+            raise UsageError(f"{place}: schema {data['schema']!r}, this quantsink reads {SCHEMA}; measure again")
+        return cls(
+            from_plain(Conditions, data["conditions"], f"{place}: conditions"),
+            from_plain(tuple[Row, ...], data["rows"], f"{place}: rows"),
+            from_plain(tuple[str, ...], data["notes"], f"{place}: notes"),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Report":
+        """Read `report.json`, or the one in a folder."""
+        path = Path(path)
+        path = path / JSON if path.is_dir() else path
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path}: cannot be read as a report: {error}") from error
+        return cls.from_dict(data, str(path))
+
+    def save(self, folder: str | Path, *, force: bool = False) -> None:
+        """Write report.json, report.html and kl_vs_bits.png; the folder appears whole or not at all.
+
+        Raises:
+            UsageError: the folder is not empty and `force` is not given.
+            OutputError: no room, or no permission.
+        """
+        picture = kl_vs_bits(self.rows, self.title)
+        with whole_folder(Path(folder), (JSON,), force=force) as work:
+            write_json(work / JSON, self.to_dict())
+            write_bytes(work / PLOT, picture)
+            write_text(work / HTML, self.html(picture))
+
+    @property
+    def title(self) -> str:
+        c = self.conditions
+        return f"{c.model}: {c.windows} windows of {c.length} tokens of {c.data}, {c.dtype}"
+
+    def html(self, picture: bytes) -> str:
+        """One page that needs nothing else: style inside, the picture (PNG) inside, no script."""
+        import jinja2
+
+        template = importlib.resources.files("quantsink.eval").joinpath("templates", "report.html.j2")
+        environment = jinja2.Environment(
+            autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        return environment.from_string(template.read_text(encoding="utf-8")).render(
+            report=self,
+            facts=self.facts(),
+            groups=[(GROUPS[g], [row for row in self.rows if row.group == g]) for g in GROUPS],
+            cells=_cells,
+            columns=COLUMNS,
+            findings=findings(self.rows),
+            picture=base64.b64encode(picture).decode(),
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The conditions in words, in the order in which a reader asks for them."""
+        c = self.conditions
+        versions = ", ".join(f"{name} {version}" for name, version in to_plain(c.versions).items())
+        calibration = "none"
+        if c.calibration is not None:
+            read = c.calibration
+            calibration = f"{read.tokens:,} tokens of {', '.join(read.data)}, windows of {read.seq_len}"
+        return [
+            ("model", f"{c.model}, {c.parameters:,} parameters (tied ones once)"),
+            ("model fingerprint", c.model_fingerprint),
+            ("text", f"{c.data}, {'whole' if c.complete else 'its beginning'}"),
+            ("text fingerprint", c.data_fingerprint),
+            ("windows", f"{c.windows} of {c.length} tokens, stride {c.stride}, {c.scored:,} tokens scored, each once"),
+            ("BOS", "none" if c.bos is None else f"token {c.bos} before each window"),
+            ("dtype", c.dtype),
+            ("calibration", calibration),
+            ("run on", f"{c.device}, {c.threads} threads"),
+            ("versions", versions),
+            ("date", c.date),
+        ]
+
+    def table(self) -> Table:
+        """For the terminal: one line a method, a rule between groups."""
+        table = Table(title=_plain(self.title), title_justify="left")
+        for name, side in COLUMNS:
+            table.add_column(name, justify="left" if side == "left" else "right", no_wrap=side == "left")
+        group = self.rows[0].group if self.rows else ""
+        for row in self.rows:
+            if group != row.group:
+                table.add_section()
+            group = row.group
+            table.add_row(*(_plain(cell) for cell in (row.method, *_cells(row))))
+        return table
+
+    def lines(self) -> list[str]:
+        """What belongs below the table: the conditions, what weakens the figures, what helped and what did not."""
+        c = self.conditions
+        bos = "none" if c.bos is None else f"token {c.bos}"
+        return [
+            f"measured with length {c.length}, stride {c.stride}, BOS {bos}, {c.dtype}, {c.data} "
+            f"(fingerprint {c.data_fingerprint[:12]}), {c.windows} windows, {c.scored:,} tokens",
+            "KL in nats per token; in brackets: 95 % interval, paired bootstrap over windows",
+            *(f"warning: {warning}" for warning in self.warnings),
+            *(f"note: {note}" for note in self.notes),
+            *(f"{item.verdict}: {item.question}. {item.evidence}" for item in findings(self.rows)),
+        ]
+
+
+COLUMNS: tuple[tuple[str, str], ...] = (
+    ("method", "left"),
+    ("bits", "right"),
+    ("MB", "right"),
+    ("attn bits", "right"),
+    ("sink heads", "right"),
+    ("KL", "right"),
+    ("perplexity", "right"),
+    ("ratio", "right"),
+    ("top-1", "right"),
+)
+
+
+def _few(windows: int) -> str:
+    if windows == 1:
+        return "only 1 window: no interval, nothing can be said about chance"
+    chance = 2.0 ** (1 - windows)
+    return (
+        f"only {windows} windows: the intervals are rough and rather too narrow; a difference that is none has the "
+        f"same sign in all of them with probability {chance:.2g}"
+    )
+
+
+def _cells(row: Row) -> Sequence[str]:
+    """What stands in one row behind the method's name; a dash where nothing was measured."""
+    if not row.ok or row.kl is None or row.ppl is None or row.ppl_ratio is None or row.payload_bytes is None:
+        return ["-"] * (len(COLUMNS) - 1)
+    return [
+        f"{row.bits_weight:.2f}",
+        f"{row.payload_bytes / 1e6:.1f}",
+        f"{row.bits_attention:.1f}",
+        str(row.sink_heads),
+        _with_bounds(number(row.kl), row.kl_low, row.kl_high, lambda v: number(v)),
+        f"{row.ppl:.2f}",
+        _with_bounds(f"{row.ppl_ratio:.4f}", row.ppl_ratio_low, row.ppl_ratio_high, lambda v: f"{v:.4f}"),
+        f"{row.top1:.1%}",
+    ]
+
+
+def _with_bounds(middle: str, low: float | None, high: float | None, text: Any) -> str:
+    return middle if low is None or high is None or low == high else f"{middle} [{text(low)}, {text(high)}]"
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)
