@@ -179,6 +179,9 @@ class Collector:
                     if len(part):
                         peak = torch.maximum(part.amax(0), -part.amin(0))  # several times faster than aminmax here
                         found[field] = torch.maximum(found[field], peak) if field in found else peak
+                        if field == "input_amax":
+                            found["input_peak"] = found.get("input_peak", 0) + peak.double()
+                            found["input_windows"] = found.get("input_windows", 0) + torch.ones(1)
             self._last = (x, found)
         add(self.linears[name], found)
 

@@ -36,6 +36,8 @@ SUMS = (
     "error_int8",
     "error_sink",
     "output_energy",
+    "input_peak",
+    "input_windows",
 )
 MAXIMA = (
     "logit_max",
@@ -64,7 +66,7 @@ def empty_heads(layer: AttentionLayer) -> Fields:
     squared output.
     """
     h, kv, d = (layer.heads,), (layer.kv_heads,), (layer.kv_heads, layer.head_dim)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(SUMS, h)
+    shapes: dict[str, tuple[int, ...]] = {name: h for name in SUMS if not name.startswith("input")}
     shapes |= {"gap_count": (*h, BINS), "gap_mass": (*h, BINS), "key_sum": d, "key_count": kv}
     fields = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     ranges: dict[str, tuple[int, ...]] = {"logit_max": h, "rest_peak_max": h}
@@ -73,8 +75,13 @@ def empty_heads(layer: AttentionLayer) -> Fields:
 
 
 def empty_linear(inputs: int) -> Fields:
-    """`input_amax`, `input_sink_amax` `[K]`: largest absolute input of ordinary rows and of sink rows."""
-    return {name: torch.full((inputs,), -torch.inf, dtype=torch.float64) for name in ("input_amax", "input_sink_amax")}
+    """`input_amax`, `input_sink_amax` `[K]`: largest absolute input of ordinary rows and of sink rows; `input_peak`
+    `[K]`: sum over sequences of the sequence's largest ordinary one, `input_windows` `[1]` their number."""
+    extremes = ("input_amax", "input_sink_amax")
+    return {name: torch.full((inputs,), -torch.inf, dtype=torch.float64) for name in extremes} | {
+        "input_peak": torch.zeros(inputs, dtype=torch.float64),
+        "input_windows": torch.zeros(1, dtype=torch.float64),
+    }
 
 
 def add(into: Fields, new: Mapping[str, Tensor]) -> None:

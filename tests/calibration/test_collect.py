@@ -107,6 +107,8 @@ def test_linear_inputs_keep_sink_rows_apart(tiny_llama):
     fields = collector.linears["model.layers.1.mlp.down_proj"]
     assert torch.equal(fields["input_sink_amax"], seen["x"][:2].abs().amax(0))
     assert torch.equal(fields["input_amax"], seen["x"][2:].abs().amax(0))
+    assert torch.equal(fields["input_peak"], fields["input_amax"])
+    assert fields["input_windows"].tolist() == [1]
 
 
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma"])
