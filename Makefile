@@ -6,7 +6,7 @@ LINKS := build/links
 SOURCES := quantsink calibration kernels eval tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types format links wheel-test clean
+.PHONY: help setup demo test test-oldest lint types format links wheel-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -27,6 +27,16 @@ demo: $(STAMP) ## calibrate, quantize and report on a small real model; result i
 
 test: $(STAMP) ## run every test; ARGS='-m "not real"' passes options to pytest
 	$(BIN)/python -m pytest $(ARGS)
+
+test-oldest: build/oldest/.installed ## the tests without real models, on the oldest transformers that pyproject.toml declares
+	build/oldest/bin/python -m pytest -m 'not real' -p no:cacheprovider $(ARGS)
+
+OLDEST := 5.20.2
+build/oldest/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/oldest
+	sed -E 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > build/oldest/constraints.txt
+	build/oldest/bin/python -m pip install -c build/oldest/constraints.txt -e '.[dev]'
+	touch $@
 
 lint: $(STAMP) links ## ruff (rules and format) and the import layers
 	$(BIN)/ruff check .

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import DynamicCache
 
+from quantsink.context import cache_argument
 from quantsink.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -220,16 +222,17 @@ def sample_self(
 def _continue(
     model: PreTrainedModel, ids: torch.Tensor, length: int, bias: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """Ancestral sampling from ids [B, 1] to [B, length] by logits + bias [V], with the KV cache where there is one."""
-    cache: Any = None
+    """Ancestral sampling from ids [B, 1] to [B, length] by logits + bias [V], with the KV cache."""
+    cache = DynamicCache(config=model.config)
+    arguments = {cache_argument(model): cache, "use_cache": True}
+    step = ids
     while ids.shape[1] < length:
-        step = ids if cache is None else ids[:, -1:]
-        output: Any = model(input_ids=step.to(model.device), cache=cache, use_cache=True)
-        cache = output.cache
+        output: Any = model(input_ids=step.to(model.device), **arguments)
         weights = (output.logits[:, -1, : len(bias)].float().cpu() + bias).softmax(-1)
         if not torch.isfinite(weights).all():
             raise DataError(f"data 'self': logits at position {ids.shape[1]} are not finite; use another dtype")
-        ids = torch.cat([ids, torch.multinomial(weights, 1, generator=generator)], dim=1)
+        step = torch.multinomial(weights, 1, generator=generator)
+        ids = torch.cat([ids, step], dim=1)
     return ids
 
 

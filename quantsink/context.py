@@ -1,9 +1,20 @@
 """Which rows of a forward pass are sink tokens. Linear layers see rows without positions, so the decoder tells them."""
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
 from quantsink.errors import QuantSinkError
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""transformers renamed the argument in 5.21; models before that have the second."""
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which this model's forward takes its cache."""
+    known = inspect.signature(model.forward).parameters
+    return CACHE_ARGUMENTS[0] if CACHE_ARGUMENTS[0] in known else CACHE_ARGUMENTS[1]
 
 
 class TokenContext:
@@ -30,9 +41,7 @@ class TokenContext:
             tokens = kwargs.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
             raise QuantSinkError("quantsink: the decoder was called without input_ids or inputs_embeds")
-        cache = kwargs.get("cache")
-        if cache is None:
-            cache = kwargs.get("past_key_values")
+        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
         past = int(cache.get_seq_length()) if cache is not None else 0  # type: ignore[attr-defined]
         mask = kwargs.get("attention_mask")
         self.set((tokens.shape[0], tokens.shape[1]), past, mask if isinstance(mask, Tensor) else None, tokens.device)

@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import quantsink
 from quantsink.calibration import plan
 from quantsink.checkpoint import load, save
+from quantsink.context import cache_argument
 from quantsink.errors import CheckpointError, ModelError, UsageError
 from quantsink.kernels import Route
 from quantsink.recipe import Activations, Attention, Recipe
@@ -127,8 +128,9 @@ def test_decoding_follows_the_full_pass(tiny_llama, tokenizer):
     original = tiny_llama()
     model = quantized(copy.deepcopy(original), tokenizer)
     with torch.no_grad():
-        cache = model(IDS[:, :40], use_cache=True).cache
-        steps = [model(IDS[:, i : i + 1], cache=cache, use_cache=True).logits for i in range(40, IDS.shape[1])]
+        cache = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
+        model(IDS[:, :40], **cache)
+        steps = [model(IDS[:, i : i + 1], **cache).logits for i in range(40, IDS.shape[1])]
     whole = logits(model)[:, 40:]
     error = (whole - logits(original)[:, 40:]).square().mean().sqrt()
     assert (torch.cat(steps, 1) - whole).square().mean().sqrt() < 2 * error
@@ -139,8 +141,9 @@ def test_sliding_layers_decode_after_the_sink_has_left(tiny_gemma, tokenizer):
     original = tiny_gemma()
     model = quantized(copy.deepcopy(original), tokenizer)
     with torch.no_grad():
-        cache = model(IDS[:, :50], use_cache=True).cache
-        step = model(IDS[:, 50:51], cache=cache, use_cache=True).logits
+        cache = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
+        model(IDS[:, :50], **cache)
+        step = model(IDS[:, 50:51], **cache).logits
     whole = logits(model, IDS[:, :51])[:, -1:]
     error = (whole - logits(original, IDS[:, :51])[:, -1:]).abs().max()
     assert (step - whole).abs().max() < 3 * error
