@@ -267,7 +267,7 @@ def _installed(package: str) -> bool:
 
 
 def _topics(*, heldout: bool) -> Iterator[str]:
-    """Python's own help topics; every fifth one is held out, so that calibration and report read different text."""
+    """Python's own help topics; every fifth is held out, so that calibration and report read different text."""
     with _reading("builtin:prose", "this Python comes without it; use builtin:code or a file"):
         from pydoc_data.topics import topics
     yield from (topics[topic] for number, topic in enumerate(sorted(topics)) if (number % 5 == 4) is heldout)
@@ -278,7 +278,7 @@ def _prose(_: Path) -> Iterator[str]:
 
 
 def _heldout(_: Path) -> Iterator[str]:
-    return _topics(heldout=True)
+    yield "\n\n".join(_topics(heldout=True))  # one document, so that its windows are full
 
 
 def _code(_: Path) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from quantsink.errors import UsageError
@@ -154,16 +155,16 @@ class Report:
         ]
 
     def table(self) -> Table:
-        """For the terminal: one line a method, a rule between groups."""
-        table = Table(title=_plain(self.title), title_justify="left")
-        for name, side in COLUMNS:
-            table.add_column(name, justify="left" if side == "left" else "right", no_wrap=side == "left")
+        """For a terminal of 80 columns: one line a method, a rule between groups; report.html shows the rest."""
+        table = Table(title=_plain(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in ("method", "bits", "KL", "95 %", "ratio", "top-1"):
+            table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
         group = self.rows[0].group if self.rows else ""
         for row in self.rows:
             if group != row.group:
                 table.add_section()
             group = row.group
-            table.add_row(*(_plain(cell) for cell in (row.method, *_cells(row))))
+            table.add_row(*(_plain(cell) for cell in (row.method, *_short_cells(row))))
         return table
 
     def lines(self) -> list[str]:
@@ -173,7 +174,7 @@ class Report:
         return [
             f"measured with length {c.length}, stride {c.stride}, BOS {bos}, {c.dtype}, {c.data} "
             f"(fingerprint {c.data_fingerprint[:12]}), {c.windows} windows, {c.scored:,} tokens",
-            "KL in nats per token; in brackets: 95 % interval, paired bootstrap over windows",
+            "KL in nats per token; 95 %: its interval, by a paired bootstrap over windows; ratio: of the perplexities",
             *(f"warning: {warning}" for warning in self.warnings),
             *(f"note: {note}" for note in self.notes),
             *(f"{item.verdict}: {item.question}. {item.evidence}" for item in findings(self.rows)),
@@ -217,6 +218,14 @@ def _cells(row: Row) -> Sequence[str]:
         _with_bounds(f"{row.ppl_ratio:.4f}", row.ppl_ratio_low, row.ppl_ratio_high, lambda v: f"{v:.4f}"),
         f"{row.top1:.1%}",
     ]
+
+
+def _short_cells(row: Row) -> Sequence[str]:
+    if not row.ok or row.kl is None or row.ppl_ratio is None:
+        return ["-", row.status if len(row.status) < 16 else "not run", "-", "-", "-"]
+    low, high = row.kl_low, row.kl_high
+    bounds = "" if low is None or high is None or low == high else f"{number(low)} to {number(high)}"
+    return [f"{row.bits_weight:.2f}", number(row.kl), bounds, f"{row.ppl_ratio:.4f}", f"{row.top1:.1%}"]
 
 
 def _with_bounds(middle: str, low: float | None, high: float | None, text: Any) -> str:

