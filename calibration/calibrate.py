@@ -13,15 +13,14 @@ from safetensors.torch import save
 
 from quantsink.apply import check_unquantized
 from quantsink.architecture import Architecture
-from quantsink.calibration.calibration import FACTS, Calibration, Domain, Settings, Statistics
+from quantsink.calibration.calibration import FACTS, PARTIAL, Calibration, Domain, Settings, Statistics
 from quantsink.calibration.collect import FIRST_ROW, Collector, collecting
 from quantsink.calibration.text import Windows, parse_spec, sample_self, windows
 from quantsink.errors import CalibrationError, DataError, UsageError
 from quantsink.files import write_bytes
-from quantsink.source import model_fingerprint, tokenizer_fingerprint
+from quantsink.source import check_length, check_vocabulary, model_fingerprint, tokenizer_fingerprint
 
 DEFAULT_DATA = ("builtin:prose", "builtin:code")
-PARTIAL = "partial.safetensors"
 SAVE_EVERY = 10.0
 """Seconds between two saves of the partial statistics."""
 
@@ -94,7 +93,14 @@ def calibrate(
         raise UsageError(f"--sink-size {sink_size}: at least 1 and below --seq-len {seq_len}")
     if query_rows is not None and query_rows < 1:
         raise UsageError(f"--query-rows {query_rows}: 1 or more")
+    if seq_len <= FIRST_ROW:
+        raise UsageError(f"--seq-len {seq_len}: queries before position {FIRST_ROW} do not count; give more")
+    if error_windows < 0:
+        raise UsageError(f"--error-windows {error_windows}: 0 or more")
+    check_length(model, seq_len, "--seq-len")
     texts = read_windows(model, tokenizer, specs, seq_len=seq_len, max_tokens=max_tokens, bos=bos, seed=seed)
+    for _, text in texts:
+        check_vocabulary(model, max(int(ids.max()) for ids in text.ids))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     settings = Settings(seq_len, max_tokens, sink_size, query_rows, error_windows, bos, seed, dtype)
     label = name or model.config._name_or_path or type(model).__name__
@@ -145,7 +151,7 @@ def _domains(texts: list[tuple[str, Windows]]) -> tuple[Domain, ...]:
 @dataclasses.dataclass(frozen=True)
 class _Facts:
     name: str
-    model: str
+    model: tuple[str, str]
     tokenizer: str
     settings: Settings
     domains: tuple[Domain, ...]
@@ -158,7 +164,7 @@ class _State:
     def __init__(self, path: Path | None, facts: _Facts) -> None:
         self.path, self.facts, self.saved = path, facts, time.monotonic()
         self.identity = {
-            "model": facts.model,
+            "model": facts.model[0],
             "tokenizer": facts.tokenizer,
             "settings": json.dumps(dataclasses.asdict(facts.settings)),
             "data": json.dumps([dataclasses.asdict(domain) for domain in facts.domains]),

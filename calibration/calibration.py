@@ -12,14 +12,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from quantsink.architecture import AttentionLayer
+from quantsink.architecture import Architecture, AttentionLayer
 from quantsink.calibration.statistics import BINS, Fields, empty_heads, empty_linear, merge
 from quantsink.errors import CalibrationError
-from quantsink.files import write_bytes, write_json
+from quantsink.files import contents, write_bytes, write_json
 from quantsink.kernels import Route
 
 SCHEMA = 1
 TENSORS, FACTS = "calibration.safetensors", "calibration.json"
+PARTIAL = "partial.safetensors"
+PICTURES = ("bos_mass.png", "entropy.png")
 LEVELS = {"sink": 0.3, "strong": 0.8, "dormant": 0.98}
 """Report levels of BOS mass."""
 
@@ -89,7 +91,7 @@ class Calibration:
 
     model_type: str
     model: str
-    fingerprint: str
+    fingerprint: tuple[str, str]
     tokenizer_fingerprint: str
     bos: int | None
     """Token id that starts each window; None: the model has no BOS and the first token is the sink candidate."""
@@ -166,7 +168,7 @@ class Calibration:
             "schema": SCHEMA,
             "model_type": self.model_type,
             "model": self.model,
-            "fingerprint": {"model": self.fingerprint, "tokenizer": self.tokenizer_fingerprint},
+            "fingerprint": {"model": list(self.fingerprint), "tokenizer": self.tokenizer_fingerprint},
             "bos": self.bos,
             "settings": dataclasses.asdict(self.settings),
             "domains": [dataclasses.asdict(domain) for domain in self.domains],
@@ -196,7 +198,7 @@ class Calibration:
             calibration = cls(
                 facts["model_type"],
                 facts["model"],
-                facts["fingerprint"]["model"],
+                _pair(facts["fingerprint"]["model"]),
                 facts["fingerprint"]["tokenizer"],
                 facts["bos"],
                 Settings(**facts["settings"]),
@@ -204,7 +206,7 @@ class Calibration:
                 domains,
                 statistics,
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
             raise CalibrationError(
                 f"{folder / FACTS}: damaged, {type(error).__name__}: {error}; calibrate again"
             ) from error
@@ -215,12 +217,20 @@ class Calibration:
             )
         return calibration
 
-    def check_model(self, fingerprint: str, place: str) -> None:
-        """Refuse a model with other weights than the calibrated ones."""
-        if fingerprint != self.fingerprint:
+    def check_model(self, fingerprint: tuple[str, str], architecture: Architecture, place: str) -> None:
+        """Refuse a model with other weights, heads or layers than the calibrated one's."""
+        linears = {name for stats in self.statistics.values() for name in stats.linears}
+        if self.layers != architecture.attentions or linears != set(architecture.linears):
+            raise CalibrationError(f"{place}: its layers are not those in {FACTS}; calibrate this model")
+        if not set(fingerprint) & set(self.fingerprint):
             raise CalibrationError(
                 f"{place}: its weights are not those of the calibrated {self.model}; calibrate this model"
             )
+
+
+def is_calibration(folder: Path) -> bool:
+    """Whether a folder holds a calibration, finished or not, and nothing else."""
+    return contents(folder) <= {TENSORS, FACTS, PARTIAL, *PICTURES}
 
 
 def head_means(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -237,6 +247,11 @@ def head_means(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return means
 
 
+def _pair(value: Any) -> tuple[str, str]:
+    first, second = value
+    return str(first), str(second)
+
+
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -244,7 +259,7 @@ def _known(value: float) -> float | None:
 def _read_facts(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CalibrationError(f"{path}: cannot be read: {error}; calibrate again") from error
     if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
         found = facts.get("schema") if isinstance(facts, dict) else None
@@ -268,8 +283,13 @@ def _fields(prefix: str, like: Fields, tensors: Mapping[str, torch.Tensor]) -> F
     found = {}
     for field, blank in like.items():
         value = tensors.get(f"{prefix}/{field}")
-        if value is None or value.shape != blank.shape or value.dtype != torch.float64 or bool(value.isnan().any()):
-            state = "missing" if value is None else f"{value.dtype} {list(value.shape)}, or NaN,"
+        if (
+            value is None
+            or value.shape != blank.shape
+            or value.dtype != torch.float64
+            or bool((value.isnan() | (value == torch.inf)).any())
+        ):
+            state = "missing" if value is None else f"{value.dtype} {list(value.shape)}, or NaN or inf,"
             raise CalibrationError(
                 f"{TENSORS}: {prefix}/{field} is {state} where float64 {list(blank.shape)} belongs; calibrate again"
             )
@@ -277,4 +297,4 @@ def _fields(prefix: str, like: Fields, tensors: Mapping[str, torch.Tensor]) -> F
     return found
 
 
-__all__ = ["BINS", "LEVELS", "Calibration", "Domain", "Head", "Settings", "Statistics", "head_means"]
+__all__ = ["BINS", "LEVELS", "Calibration", "Domain", "Head", "Settings", "Statistics", "head_means", "is_calibration"]

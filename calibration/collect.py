@@ -26,7 +26,7 @@ from quantsink.calibration.statistics import (
     measure_rows,
     measure_window,
 )
-from quantsink.errors import ArchitectureError
+from quantsink.errors import ArchitectureError, ModelError
 from quantsink.kernels import Route, sink_attention
 
 NAME = "quantsink_calibrate"
@@ -93,6 +93,8 @@ class Collector:
         """Called for each layer with query `[B, H, L, D]` and unrepeated key, value `[B, KVH, L, D]`."""
         self._seen.add(layer.name)
         into = self.heads[layer.name]
+        if not bool(query.isfinite().all() & key.isfinite().all() & value.isfinite().all()):
+            raise ModelError(f"{layer.name}: its queries, keys or values are not finite; load with another --dtype")
         for row, (first, end) in enumerate(self._real):
             real = torch.arange(first, end, device=query.device)
             sink = torch.zeros(key.shape[2], dtype=torch.bool, device=query.device)

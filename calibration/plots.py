@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from quantsink.calibration.calibration import Calibration, head_means
+from quantsink.calibration.calibration import PICTURES, Calibration, head_means
 from quantsink.files import write_bytes
 
 
@@ -38,8 +38,8 @@ def heat_maps(calibration: Calibration) -> dict[str, bytes]:
     """The files that `quantsink calibrate` writes beside its tables."""
     name = calibration.model.rstrip("/").rpartition("/")[2]
     return {
-        "bos_mass.png": heat_map(calibration, "bos_mass", f"Weight on the first token\n{name}"),
-        "entropy.png": heat_map(calibration, "entropy", f"Attention entropy (1 = uniform)\n{name}"),
+        PICTURES[0]: heat_map(calibration, "bos_mass", f"Weight on the first token\n{name}"),
+        PICTURES[1]: heat_map(calibration, "entropy", f"Attention entropy (1 = uniform)\n{name}"),
     }
 
 

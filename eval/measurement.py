@@ -25,7 +25,7 @@ from quantsink.eval.methods import METHODS, Method, NotRunError, quiet_peers
 from quantsink.eval.perplexity import EvalText
 from quantsink.eval.report import Report
 from quantsink.eval.rows import CalibrationFacts, Conditions, Row, Versions
-from quantsink.source import model_fingerprint
+from quantsink.source import check_length, check_vocabulary, model_fingerprint
 
 LoadCheckpoint = Callable[[Path], Any]
 
@@ -71,16 +71,18 @@ def measure(
     """
     check_unquantized(model)
     architecture, parameters = Architecture.of(model), count_parameters(model)
+    check_length(model, text.length, "--length")
+    check_vocabulary(model, max(int(window.ids.max()) for window in text.windows))
     fingerprint = model_fingerprint(model)
     if calibration is not None:
-        calibration.check_model(fingerprint, model_name)
+        calibration.check_model(fingerprint, architecture, model_name)
     for method in methods:
         if method.calibrated and calibration is None:
             raise UsageError(f"{method.name}: needs a calibration of {model_name}; give --calibration")
     if checkpoints and load_checkpoint is None:
         raise UsageError("checkpoints need load_checkpoint, which gives the model of a folder")
     payloads = [payload_on_disk(folder) for folder in checkpoints]
-    conditions = _conditions(model, tokenizer, model_name, fingerprint, parameters, text, calibration)
+    conditions = _conditions(model, tokenizer, model_name, fingerprint[0], parameters, text, calibration)
     with log_probs() as store:
         sums = score_reference(model, text.windows, store, progress=progress)
         bench = _Bench(model, architecture, parameters, text, store, sums, progress)

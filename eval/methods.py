@@ -53,12 +53,13 @@ class Method:
 
 
 def parse_methods(names: str = "all") -> tuple[Method, ...]:
-    """`all`, or names separated by commas. The reference is always measured and stands first.
+    """`all`, `none`, or names separated by commas. The reference is always measured and stands first.
 
     Raises:
         UsageError: an unknown name.
     """
-    wanted = list(METHODS) if names.strip() == "all" else [name.strip() for name in names.split(",")]
+    special = {"all": list(METHODS), "none": []}
+    wanted = special.get(names.strip(), [name.strip() for name in names.split(",")])
     unknown = [name for name in wanted if name not in METHODS]
     if unknown:
         raise UsageError(f"--methods {', '.join(map(repr, unknown))}: unknown; known are all, {', '.join(METHODS)}")

@@ -11,12 +11,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from quantsink.errors import UsageError
+from quantsink.errors import QuantSinkError, UsageError
 from quantsink.eval.findings import findings, number
 from quantsink.eval.methods import GROUPS
 from quantsink.eval.plot import kl_vs_bits
 from quantsink.eval.rows import Conditions, Row, compare_conditions, from_plain, to_plain
-from quantsink.files import whole_folder, write_bytes, write_json, write_text
+from quantsink.files import contents, whole_folder, write_bytes, write_json, write_text
 
 SCHEMA = 1
 JSON, HTML, PLOT = "report.json", "report.html", "kl_vs_bits.png"
@@ -104,7 +104,7 @@ class Report:
             OutputError: no room, or no permission.
         """
         picture = kl_vs_bits(self.rows, self.title)
-        with whole_folder(Path(folder), (JSON,), force=force) as work:
+        with whole_folder(Path(folder), is_report, force=force) as work:
             write_json(work / JSON, self.to_dict())
             write_bytes(work / PLOT, picture)
             write_text(work / HTML, self.html(picture))
@@ -179,6 +179,15 @@ class Report:
             *(f"note: {note}" for note in self.notes),
             *(f"{item.verdict}: {item.question}. {item.evidence}" for item in findings(self.rows)),
         ]
+
+
+def is_report(folder: Path) -> bool:
+    """Whether a folder holds a report and nothing else."""
+    try:
+        Report.load(folder)
+    except QuantSinkError:
+        return False
+    return contents(folder) <= {JSON, PLOT, HTML}
 
 
 COLUMNS: tuple[tuple[str, str], ...] = (

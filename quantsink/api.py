@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from quantsink.apply import apply, check_unquantized
+from quantsink.architecture import Architecture
 from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
 from quantsink.checkpoint import load
-from quantsink.integration import finish
+from quantsink.integration import QuantSinkConfig, finish
 from quantsink.recipe import Recipe
 from quantsink.source import model_fingerprint
 
@@ -30,7 +31,8 @@ def quantize(model: Any, calibration: Calibration | str | Path, recipe: str | Pa
     check_unquantized(model)
     found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
     decided = plan(found, Recipe.load(recipe))
-    found.check_model(model_fingerprint(model), type(model).__name__)
+    found.check_model(model_fingerprint(model), Architecture.of(model), type(model).__name__)
+    config = QuantSinkConfig.of(decided)
     apply(model, decided)
-    finish(model, decided)
+    finish(model, config)
     return model

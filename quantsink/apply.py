@@ -1,5 +1,8 @@
 """Apply a plan to a model: the only place where modules are exchanged, at quantization and at reload alike."""
 
+import math
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -21,9 +24,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     check_unquantized(model)
     architecture = Architecture.of(model)
     modules = dict(model.named_modules())
-    missing = [name for name in (*plan.linears, *plan.attentions) if name not in modules]
-    if missing:
-        raise QuantSinkError(f"{missing[0]}: in the plan but not in the model; calibrate this model again")
+    _check_plan(architecture, plan, modules)
     context = TokenContext(plan.sink_size)
     context.attach(modules[architecture.decoder])
     for layer in architecture.attentions:
@@ -32,15 +33,32 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
             modules[layer.name].add_module(TABLE, table.to(modules[layer.q].weight.device))
     with torch.no_grad():
         for name, linear_plan in plan.linears.items():
-            linear = modules[name]
-            if not isinstance(linear, nn.Linear):
-                raise QuantSinkError(
-                    f"{name}: a {type(linear).__name__}, not a linear layer; calibrate this model again"
-                )
-            replace(model, name, QuantizedLinear.of(name, linear, linear_plan, context))
+            replace(model, name, QuantizedLinear.of(name, modules[name], linear_plan, context))
     if plan.attentions:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
     return model
+
+
+def _check_plan(architecture: Architecture, plan: Plan, modules: dict[str, Any]) -> None:
+    """Everything that could go wrong half-way is looked at before the first module is exchanged."""
+    layers = {layer.name: layer for layer in architecture.attentions}
+    for name, attention in plan.attentions.items():
+        layer = layers.get(name)
+        shape = (len(attention.routes), len(attention.key_mean), *{len(row) for row in attention.key_mean})
+        if layer is None or shape != (layer.heads, layer.kv_heads, layer.head_dim):
+            raise QuantSinkError(f"{name}: the plan's heads {shape} are not the model's; calibrate this model again")
+        if not all(math.isfinite(value) for row in attention.key_mean for value in row):
+            raise QuantSinkError(f"{name}: the plan's mean key is not finite; calibrate this model again")
+    known = set(architecture.linears)
+    for name, linear in plan.linears.items():
+        if name not in known:
+            raise QuantSinkError(f"{name}: in the plan but no linear layer of the model; calibrate this model again")
+        weight = modules[name].weight
+        rows, columns = max(linear.native_rows, default=0), max(linear.native_columns, default=0)
+        if rows >= weight.shape[0] or columns >= weight.shape[1]:
+            raise QuantSinkError(f"{name}: the plan is for another size; calibrate this model again")
+        if not (0 < linear.input_scale < math.inf and 0 < linear.sink_scale < math.inf):
+            raise QuantSinkError(f"{name}: the plan's scales must be positive and finite; calibrate this model again")
 
 
 def check_unquantized(model: nn.Module) -> None:

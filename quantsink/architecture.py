@@ -86,6 +86,9 @@ class Architecture:
         name = next(n for n, m in model.named_modules() if m is decoder)
         _check_layers(kind, found, decoder)
         prefix = name + "." if name else ""
+        experts = [n for n, p in decoder.named_parameters() if p.dim() == 3]
+        if experts:
+            raise ArchitectureError(f"{kind}: {experts[0]}: expert weights in one 3-D parameter are not supported yet")
         output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         linears = tuple(
             n for n, m in model.named_modules() if type(m) is nn.Linear and n.startswith(prefix) and m is not output

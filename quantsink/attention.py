@@ -1,5 +1,6 @@
 """transformers' attention interface on one side, `quantsink::sink_attention` on the other."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from quantsink.architecture import AttentionLayer
 from quantsink.context import TokenContext
 from quantsink.errors import QuantSinkError
 from quantsink.kernels import Route, sink_attention
+from quantsink.linear import keep_float32
 from quantsink.plan import AttentionPlan
 from quantsink.recipe import Attention
 
@@ -46,6 +48,9 @@ class AttentionTable(nn.Module):
             table.clip = torch.tensor(plan.clip, dtype=torch.float32)
         return table
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return keep_float32(self, fn, ("key_mean", "clip"), super()._apply, recurse)
+
 
 def forward(
     module: nn.Module,
@@ -70,6 +75,14 @@ def forward(
         )
     if dropout or position_bias is not None:
         raise QuantSinkError("quantsink attention has no dropout and no position bias; call model.eval() first")
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise QuantSinkError("quantsink attention has no gradient; call the model under torch.no_grad()")
+    if attention_mask is None:
+        # A static cache has unused slots behind the real keys, and without padding transformers gives no mask for them.
+        used = table.context.keys_in_use(key.shape[2])
+        key, value = key[:, :, :used], value[:, :, :used]
+    elif attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask == 0
     rule = table.rule
     out = sink_attention(
         query,

@@ -13,8 +13,8 @@ from quantsink.integration import METHOD
 from quantsink.source import DTYPES, check_device
 
 CARD = "README.md"
-MARKS = ("config.json",)
-"""What `--force` looks for in a folder before it replaces it."""
+SUFFIXES = {".json", ".safetensors", ".md", ".jinja", ".model", ".txt"}
+"""Kinds of files that a checkpoint with its tokenizer consists of."""
 
 
 def save(
@@ -35,7 +35,7 @@ def save(
     if getattr(model, "quantization_method", None) != METHOD:
         raise UsageError(f"{type(model).__name__}: not quantized by quantsink; call quantsink.quantize first")
     target = Path(folder)
-    with whole_folder(target, MARKS, force=force) as work:
+    with whole_folder(target, is_checkpoint, force=force) as work:
         model.save_pretrained(work, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
@@ -82,6 +82,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(found, Mapping) or found.get("quant_method") != METHOD:
         raise CheckpointError(f"{path}: not a quantsink checkpoint; `quantsink export` writes one")
     return dict(found)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a quantsink checkpoint and nothing that does not belong to one."""
+    try:
+        read_config(folder)
+    except CheckpointError:
+        return False
+    return all(path.is_file() and path.suffix in SUFFIXES for path in folder.iterdir())
 
 
 def payload_bytes(folder: Path) -> int:

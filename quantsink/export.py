@@ -2,22 +2,24 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantsink.apply import apply
+from quantsink.architecture import Architecture
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
 from quantsink.card import Measured, model_card
-from quantsink.checkpoint import MARKS, payload_bytes, save
-from quantsink.errors import DataError, ModelError
+from quantsink.checkpoint import is_checkpoint, payload_bytes, save
+from quantsink.errors import DataError, ModelError, UsageError
 from quantsink.eval.bootstrap import kl_mean, perplexity
 from quantsink.eval.divergence import log_probs, score, score_reference
 from quantsink.eval.perplexity import EvalText, read
 from quantsink.files import check_free
-from quantsink.integration import finish
+from quantsink.integration import QuantSinkConfig, finish
 from quantsink.kernels import Route
 from quantsink.plan import Plan
 from quantsink.recipe import Recipe
@@ -69,7 +71,12 @@ def export(
         say: told what is being done, a line each.
     """
     target = Path(out)
-    check_free(target, MARKS, force=force)
+    for place in (Path(model), Path(calibration)):
+        if place.exists() and target.resolve() in (place.resolve(), *place.resolve().parents):
+            raise UsageError(f"-o {out}: holds {place}, which is read; choose another -o")
+    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B", max_shard_size):
+        raise UsageError(f"--max-shard-size {max_shard_size}: a size like 500MB or 5GB")
+    check_free(target, is_checkpoint, force=force)
     found = Calibration.load(calibration)
     wanted = Recipe.load(recipe)
     if native_heads is not None:
@@ -79,7 +86,7 @@ def export(
     tokenizer = source.tokenizer()
     say(f"loading {model}")
     loaded = source.model(dtype, device)
-    found.check_model(model_fingerprint(loaded), model)
+    found.check_model(model_fingerprint(loaded), Architecture.of(loaded), model)
     check_generation(loaded, model)
     text = read_heldout(tokenizer, found) if measure else None
     say("quantizing" if text is None else f"quantizing, and measuring on {text.scored:,} held-out tokens")
@@ -120,14 +127,15 @@ def read_heldout(tokenizer: Any, calibration: Calibration) -> EvalText | None:
 
 
 def _quantize(model: Any, decided: Plan, text: EvalText | None) -> Measured | None:
+    config = QuantSinkConfig.of(decided)
     if text is None:
         apply(model, decided)
-        finish(model, decided)
+        finish(model, config)
         return None
     with log_probs() as store:
         before = score_reference(model, text.windows, store)
         apply(model, decided)
-        finish(model, decided)
+        finish(model, config)
         after = score(model, text.windows, store, name="quantized")
     agreed = sum(window.top1 for window in after) / text.scored
     return Measured(text.name, text.scored, perplexity(before), perplexity(after), kl_mean(after), agreed)

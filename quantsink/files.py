@@ -1,34 +1,42 @@
 """Outputs that appear whole or not at all: written to a temporary sibling, flushed, then renamed."""
 
 import contextlib
+import ctypes
+import glob
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from quantsink.errors import OutputError, UsageError
 
+PART = ".part"
+
+
+Ours = Callable[[Path], bool]
+"""Whether a folder holds what quantsink wrote and nothing else; `--force` replaces only that."""
+
 
 @contextlib.contextmanager
-def whole_folder(target: Path, marks: Collection[str], *, force: bool = False) -> Iterator[Path]:
+def whole_folder(target: Path, ours: Ours, *, force: bool = False) -> Iterator[Path]:
     """Give a temporary folder beside `target` and rename it to `target` when the block ends without an error.
-
-    Args:
-        marks: file names by which quantsink knows its own output; `force` replaces a folder only if it holds one.
 
     Raises:
         UsageError: the target is taken, and `force` is not given or it is not quantsink's.
         OutputError: the disk is full or the place cannot be written; nothing is left behind.
     """
-    check_free(target, marks, force=force)
+    check_free(target, ours, force=force)
+    target = target.resolve()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+        _remove_stale(target)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.{os.getpid()}.", suffix=PART, dir=target.parent))
     except OSError as error:
-        raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
+        raise OutputError(f"{target}: cannot be written: {error.strerror}; choose another -o") from error
     try:
         with disk_errors(target):
             yield work
@@ -39,16 +47,35 @@ def whole_folder(target: Path, marks: Collection[str], *, force: bool = False) -
         shutil.rmtree(work, ignore_errors=True)
 
 
-def check_free(target: Path, marks: Collection[str], *, force: bool = False) -> None:
-    """Refuse a taken output before any work is done."""
+def check_free(target: Path, ours: Ours, *, force: bool = False) -> None:
+    """Refuse a taken or unwritable output before any work is done."""
+    if target.resolve() == Path.cwd():
+        raise UsageError(f"-o {target}: the current folder cannot be replaced; name a folder in it")
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target}: a file stands where the output folder should go; choose another -o")
-    if not target.is_dir() or not any(target.iterdir()):
+    parent = next(folder for folder in target.resolve().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UsageError(f"{target}: {parent} is not a folder that can be written; choose another -o")
+    if not target.is_dir() or not contents(target):
         return
     if not force:
         raise UsageError(f"{target}: the folder is not empty; choose another -o or pass --force to replace it")
-    if not any((target / mark).exists() for mark in marks):
-        raise UsageError(f"{target}: not written by quantsink, so --force does not replace it; choose another -o")
+    if not ours(target):
+        raise UsageError(
+            f"{target}: holds more than quantsink wrote there, so not even --force replaces it; choose another -o"
+        )
+
+
+def contents(folder: Path) -> set[str]:
+    """Names in a folder, without the unfinished files that a killed process of ours left."""
+    return {path.name for path in folder.iterdir() if not (path.name.startswith(".") and path.name.endswith(PART))}
+
+
+def _remove_stale(target: Path) -> None:
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*{PART}"):
+        owner = path.name.removeprefix(f".{target.name}.").partition(".")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,7 +86,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -104,8 +131,15 @@ def _flush(folder: Path) -> None:
 def _swap(work: Path, target: Path) -> None:
     if not target.exists():
         os.rename(work, target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-    os.rename(target, old / "old")
-    os.rename(work, target)
-    shutil.rmtree(old, ignore_errors=True)
+    elif not _exchange(work, target):
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+        os.rename(target, old / "old")
+        os.rename(work, target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step (Linux), so that a kill leaves the old one or the new one, never none."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2 is not None and renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0

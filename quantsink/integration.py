@@ -19,6 +19,7 @@ from quantsink.architecture import Architecture
 from quantsink.attention import TABLE, AttentionTable
 from quantsink.context import TokenContext
 from quantsink.errors import CheckpointError, RecipeError
+from quantsink.kernels import Route
 from quantsink.linear import QuantizedLinear
 from quantsink.plan import Plan
 from quantsink.recipe import Recipe
@@ -54,7 +55,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
-        if format_version != FORMAT_VERSION:
+        if isinstance(format_version, bool) or format_version != FORMAT_VERSION:
             raise CheckpointError(
                 f"config.json: quantsink format {format_version!r}, this version reads {FORMAT_VERSION}; "
                 "update quantsink"
@@ -89,6 +90,9 @@ class QuantSinkConfig(QuantizationConfigMixin):
             recipe = Recipe.from_dict(self.recipe, "config.json: quantization_config.recipe")
         except RecipeError as error:
             raise CheckpointError(str(error)) from None
+        native = recipe.attention.kind == "native", recipe.weights == "native"
+        if (native[0] and self.attentions) or (native[1] and self.linears):
+            raise CheckpointError("config.json: quantization_config.recipe contradicts its linears or attentions")
         good = (
             _counts(self.linears, 2) and _counts(self.attentions, 3) and _count(self.sink_size) and self.sink_size > 0
         )
@@ -135,6 +139,7 @@ class QuantSinkQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        check_values(model)
         mark(model, self)
         return model
 
@@ -165,7 +170,10 @@ def build(model: Any, config: QuantSinkConfig) -> None:
     for name, shape in config.attentions.items():
         layer = layers.get(name)
         if layer is None or [layer.heads, layer.kv_heads, layer.head_dim] != list(shape):
-            raise CheckpointError(f"config.json: {name} with heads {list(shape)} is not in the model it describes")
+            raise CheckpointError(
+                f"config.json: {name} with heads {list(shape)} is not in the model it describes; "
+                "load it with AutoModelForCausalLM"
+            )
         with modules[layer.q].weight.device:
             table = AttentionTable(layer.heads, layer.kv_heads, layer.head_dim, recipe.attention, context)
         modules[name].add_module(TABLE, table)
@@ -223,14 +231,42 @@ def check_tensors(model: Any, files: Sequence[Path]) -> None:
         raise CheckpointError(f"{surplus[0]} in {found[surplus[0]][0].name} does not belong to this model")
 
 
-def finish(model: Any, plan: Plan) -> None:
+def check_values(model: Any) -> None:
+    """What shapes and types cannot show: indices in range, scales positive, tables finite.
+
+    Raises:
+        CheckpointError: the first tensor that cannot be right, by name.
+    """
+    for prefix, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | AttentionTable):
+            for name, tensor in module.named_buffers(recurse=False):
+                if tensor.device.type != "meta" and not _good_values(module, name, tensor):
+                    raise CheckpointError(
+                        f"{prefix}.{name} holds values that cannot be right; export the checkpoint again"
+                    )
+
+
+def _good_values(module: Any, name: str, tensor: torch.Tensor) -> bool:
+    if name.endswith("_index"):
+        size = module.out_features if name == "native_row_index" else module.in_features
+        return bool(((tensor >= 0) & (tensor < size)).all()) and len(tensor.unique()) == len(tensor)
+    if name.endswith("_scale"):
+        return bool(((tensor > 0) & tensor.isfinite()).all())
+    if name == "routes":
+        return bool((tensor <= max(Route)).all())
+    if name == "clip":
+        return bool((tensor > 0).all())
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def finish(model: Any, config: QuantSinkConfig) -> None:
     """Make a model that a plan was applied to one that `save_pretrained` can write."""
-    config = QuantSinkConfig.of(plan)
     model.config.quantization_config = config
     mark(model, QuantSinkQuantizer(config, pre_quantized=True))
 
 
 def mark(model: Any, quantizer: QuantSinkQuantizer) -> None:
+    model.requires_grad_(False)
     model.hf_quantizer = quantizer
     model.is_quantized = True
     model.quantization_method = METHOD

@@ -1,9 +1,13 @@
 """The quantized linear layer: INT8 weight, optional native rows and columns, inputs native, per token or static."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from quantsink.context import TokenContext
+from quantsink.errors import QuantSinkError
 from quantsink.kernels.int8_linear import int8_linear, quantize_per_channel, quantize_per_token, quantize_static
 from quantsink.plan import LinearPlan
 
@@ -91,7 +95,13 @@ class QuantizedLinear(nn.Module):
                 new.sink_scale = torch.tensor([plan.sink_scale], dtype=torch.float32, device=weight.device)
         return new
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`.to(dtype)` changes what is native; scales stay float32, as the format says."""
+        return keep_float32(self, fn, ("weight_scale", "input_scale", "sink_scale"), super()._apply, recurse)
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.activations != "native" and torch.is_grad_enabled() and x.requires_grad:
+            raise QuantSinkError(f"{self.name}: INT8 inputs have no gradient; call the model under torch.no_grad()")
         flat = x.reshape(-1, self.in_features)
         rest, columns = flat, None
         if self.columns:
@@ -127,6 +137,8 @@ class QuantizedLinear(nn.Module):
         return y
 
     def _dequantized(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float16:
+            x = x.float()  # codes up to 127 times a massive activation would pass float16's 65,504
         return (x @ self.weight.to(x.dtype).t()).float() * self.weight_scale
 
     def extra_repr(self) -> str:
@@ -134,3 +146,15 @@ class QuantizedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, activations={self.activations}, "
             f"native_rows={self.rows}, native_columns={self.columns}"
         )
+
+
+def keep_float32(
+    module: Any, fn: Callable[[Tensor], Tensor], names: tuple[str, ...], apply: Callable[..., Any], recurse: bool
+) -> Any:
+    """Run `module._apply(fn)`, but let the named buffers follow only to another device, never to another type."""
+    kept = {name: module._buffers[name] for name in names if module._buffers.get(name) is not None}
+    apply(fn, recurse)
+    for name, before in kept.items():
+        after = module._buffers[name]
+        module._buffers[name] = after if after.dtype == before.dtype else before.to(after.device)
+    return module

@@ -80,7 +80,7 @@ class Recipe:
             a.sink_rows != "table" or a.kind == "static", "activations.sink_rows: table needs activations.kind: static"
         )
         _check(t.clip.kind == "none" or t.kind == "int8", "attention.clip: needs attention.kind: int8")
-        _check(t.clip.bound > 0 and t.clip.max_loss >= 0, "attention.clip: bound > 0 and max_loss >= 0")
+        _check(0 < t.clip.bound < math.inf and t.clip.max_loss >= 0, "attention.clip: bound > 0 and max_loss >= 0")
         _check(t.block > 0 and t.block <= 1040, "attention.block: 1 to 1040 keys, so that INT8 sums stay exact")
         _check(t.native_heads >= 0, "attention.native_heads: 0 or more")
         _check(self.sink_size is None or self.sink_size >= 1, "sink_size: 1 or more")
@@ -103,7 +103,7 @@ class Recipe:
     def from_json(cls, text: str, place: str = "recipe") -> "Recipe":
         try:
             data = json.loads(text, object_pairs_hook=_unique)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecipeError(f"{place}: not valid JSON: {error}") from None
         return cls.from_dict(data, place)
 
@@ -185,7 +185,7 @@ def _value(hint: Any, value: object, place: str) -> Any:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float) if hint is float else hint):
         raise RecipeError(f"{place}: expected {hint.__name__}, found {value!r}")
-    if hint is float and not math.isfinite(typing.cast(float, value)):
+    if hint is float and not -1e300 < typing.cast(float, value) < 1e300:
         raise RecipeError(f"{place}: expected a finite number, found {value!r}")
     return hint(value)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,7 +71,10 @@ class Source:
             raise
         except Exception as error:
             first = " ".join(str(error).split()).split(". ")[0][:240]
-            raise ModelError(f"{self.name}: its {what} cannot be loaded: {type(error).__name__}: {first}") from error
+            raise ModelError(
+                f"{self.name}: its {what} cannot be loaded: {type(error).__name__}: {first}; "
+                "give a complete local folder, or check the hub id and the network"
+            ) from error
 
 
 def find(name: str) -> Source:
@@ -93,6 +97,20 @@ def find(name: str) -> Source:
     return Source(name, name)
 
 
+def check_length(model: Any, length: int, option: str) -> None:
+    """Refuse windows longer than the model was made for."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(limit, int) and length > limit:
+        raise UsageError(f"{option} {length}: the model takes at most {limit} tokens")
+
+
+def check_vocabulary(model: Any, largest: int) -> None:
+    """Refuse token ids that the model does not have."""
+    size = model.get_input_embeddings().num_embeddings
+    if largest >= size:
+        raise ModelError(f"token id {largest} from the tokenizer, the model has {size}; they do not belong together")
+
+
 def check_device(model: Any, device: str) -> Any:
     try:
         return model.to(device)
@@ -100,13 +118,32 @@ def check_device(model: Any, device: str) -> Any:
         raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-def model_fingerprint(model: nn.Module) -> str:
-    """sha256 over names, shapes and values in bfloat16, so that a model in float32 and in bfloat16 is the same one."""
-    digest = hashlib.sha256()
-    for name, tensor in model.named_parameters():
-        digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+CONFIG_FACTS = ("rope_parameters", "sliding_window", "layer_types", "hidden_act", "hidden_activation", "rms_norm_eps")
+
+
+def model_fingerprint(model: nn.Module) -> tuple[str, str]:
+    """What identifies a model whatever type it was loaded in.
+
+    Two sha256 over the config's facts that change results and each parameter's name, shape and values: rounded to
+    bfloat16, and rounded to float16 and then to bfloat16. Models in float32 and bfloat16 share the first; a model in
+    float16 has the second twice.
+
+    Raises:
+        ModelError: a weight that is not finite, by name.
+    """
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    known = {name: getattr(text, name, None) for name in CONFIG_FACTS}
+    facts = json.dumps(known, sort_keys=True, default=str).encode()
+    digests = hashlib.sha256(facts), hashlib.sha256(facts)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().to("cpu")
+        if not bool(values.isfinite().all()):
+            raise ModelError(f"{name}: holds NaN or inf; this model cannot be measured or quantized")
+        for digest, rounded in zip(digests, (values, values.half()), strict=True):
+            digest.update(f"{name}{tuple(values.shape)}".encode())
+            digest.update(rounded.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return digests[0].hexdigest(), digests[1].hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

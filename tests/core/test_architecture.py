@@ -1,6 +1,15 @@
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from quantsink.architecture import Architecture
 from quantsink.errors import ArchitectureError
@@ -42,6 +51,15 @@ def test_encoder_decoders_are_refused():
     config = T5Config(vocab_size=64, d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=4)
     with pytest.raises(ArchitectureError, match="encoder-decoder"):
         Architecture.of(T5ForConditionalGeneration(config))
+
+
+def test_experts_in_3d_parameters_are_refused():
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    with pytest.raises(ArchitectureError, match=r"experts\..*not supported yet"):
+        Architecture.of(MixtralForCausalLM(config))
 
 
 def test_no_language_model():

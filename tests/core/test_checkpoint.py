@@ -1,6 +1,7 @@
 """Quantize, save, load: bit for bit, strictly, whole or not at all."""
 
 import copy
+import dataclasses
 import filecmp
 import json
 import subprocess
@@ -12,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import quantsink
+from quantsink.apply import apply
 from quantsink.calibration import plan
 from quantsink.checkpoint import load, save
 from quantsink.context import cache_argument
-from quantsink.errors import CheckpointError, ModelError, UsageError
+from quantsink.errors import CalibrationError, CheckpointError, ModelError, QuantSinkError, UsageError
 from quantsink.kernels import Route
 from quantsink.recipe import Activations, Attention, Recipe
 
@@ -243,3 +245,110 @@ def test_another_type_on_request_leaves_the_codes_alone(tiny_llama, tokenizer, t
         torch.bfloat16,
     )
     assert bool(logits(again).isfinite().all())
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma"])
+def test_a_static_cache_is_as_good_as_a_dynamic_one(family, tokenizer, request):
+    model = quantized(request.getfixturevalue(family)(), tokenizer)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 1}
+    found = model.generate(IDS, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(found, model.generate(IDS, **options))
+
+
+def test_prepared_masks_of_every_kind_show_the_padding(tiny_llama, tokenizer):
+    model = quantized(tiny_llama(), tokenizer)
+    batch = torch.cat([torch.ones(1, 5, dtype=torch.long), IDS], 1)
+    mask = torch.ones_like(batch)
+    mask[:, :5] = 0
+    visible = torch.ones(batch.shape[1], batch.shape[1], dtype=torch.bool).tril() & mask[0].bool()
+    expected = logits(model, batch, attention_mask=mask)[:, 5:]
+    additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
+    for prepared in (visible[None, None], additive):
+        assert torch.allclose(logits(model, batch, attention_mask=prepared)[:, 5:], expected, atol=1e-4)
+    positional = model.model(batch, mask).last_hidden_state
+    assert torch.allclose(model.lm_head(positional)[:, 5:], expected, atol=1e-4)
+
+
+def test_massive_activations_do_not_overflow_float16(tiny_llama, tokenizer):
+    model = tiny_llama()
+    with torch.no_grad():
+        for name in ("up_proj", "gate_proj"):
+            getattr(model.model.layers[1].mlp, name).weight *= 15
+        model.model.layers[1].mlp.down_proj.weight *= 0.001
+    model = model.half()
+    for recipe in RECIPES:
+        copied = quantized(copy.deepcopy(model), tokenizer, recipe)
+        assert bool(logits(copied).isfinite().all()), recipe
+
+
+def test_another_type_afterwards_leaves_the_tables_alone(tiny_llama, tokenizer, tmp_path):
+    model = quantized(tiny_llama(), tokenizer).to(torch.bfloat16)
+    assert model.model.layers[0].mlp.up_proj.weight_scale.dtype == torch.float32
+    assert model.model.layers[0].self_attn.quantsink_table.key_mean.dtype == torch.float32
+    save(model, tmp_path / "a")
+    assert load(tmp_path / "a").dtype == torch.bfloat16
+
+
+def test_a_calibration_in_float32_serves_the_model_in_float16(tiny_llama, tokenizer):
+    model = tiny_llama()
+    calibration = calibrated(model, tokenizer)
+    for dtype in (torch.float16, torch.bfloat16):
+        quantsink.quantize(copy.deepcopy(model).to(dtype), calibration)
+    other = copy.deepcopy(model)
+    other.config.rope_parameters = {"rope_type": "default", "rope_theta": 5.0}
+    with pytest.raises(CalibrationError, match="not those of the calibrated"):
+        quantsink.quantize(other, calibration)
+
+
+def test_a_failed_quantization_changes_nothing(tiny_llama, tokenizer):
+    model = tiny_llama()
+    calibration = calibrated(model, tokenizer)
+    decided = plan(calibration, "w8a8")
+    last = list(decided.linears)[-1]
+    for broken in (
+        dataclasses.replace(decided.linears[last], native_columns=(10**6,)),
+        dataclasses.replace(decided.linears[last], input_scale=float("nan")),
+    ):
+        linears = {**decided.linears, last: broken}
+        with pytest.raises(QuantSinkError, match="calibrate this model again"):
+            apply(model, dataclasses.replace(decided, linears=linears))
+    with pytest.raises(QuantSinkError, match=r"model\.norm"):
+        apply(model, dataclasses.replace(decided, linears={**decided.linears, "model.norm": decided.linears[last]}))
+    assert torch.equal(logits(model), logits(tiny_llama()))
+
+
+def test_there_is_no_gradient_rather_than_a_wrong_one(tiny_llama, tokenizer):
+    model = quantized(tiny_llama(), tokenizer)
+    assert not model(IDS).logits.requires_grad
+    embedded = model.get_input_embeddings()(IDS).requires_grad_(True)
+    with pytest.raises(QuantSinkError, match="no gradient"):
+        model(inputs_embeds=embedded)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.layers.0.mlp.down_proj.weight_scale", -1.0),
+        ("model.layers.0.mlp.down_proj.weight_scale", torch.nan),
+        ("model.layers.0.mlp.down_proj.native_column_index", -1),
+        ("model.layers.0.mlp.down_proj.native_column_index", 9999),
+        ("model.layers.0.self_attn.quantsink_table.routes", 9),
+        ("model.layers.0.self_attn.quantsink_table.key_mean", torch.inf),
+    ],
+)
+def test_values_that_cannot_be_right_are_named(name, value, tiny_llama, tokenizer, tmp_path):
+    save(quantized(tiny_llama(), tokenizer), tmp_path / "a")
+    tampered(tmp_path / "a", lambda tensors: tensors[name].view(-1)[:1].fill_(value))
+    with pytest.raises(CheckpointError, match=name):
+        load(tmp_path / "a")
+
+
+def test_weights_that_are_not_finite_are_named(tiny_llama, tokenizer):
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        calibrated(model, tokenizer)

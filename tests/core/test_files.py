@@ -9,11 +9,13 @@ import pytest
 from quantsink.errors import OutputError, UsageError
 from quantsink.files import whole_folder, write_text
 
-MARKS = ("old",)
+
+def ours(folder):
+    return {path.name for path in folder.iterdir()} <= {"old", "new"}
 
 
 def test_a_folder_appears_whole(tmp_path):
-    with whole_folder(tmp_path / "out", MARKS) as work:
+    with whole_folder(tmp_path / "out", ours) as work:
         (work / "a").write_text("a")
         assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -24,7 +26,7 @@ def test_an_error_leaves_nothing_and_loses_nothing(tmp_path):
     (tmp_path / "out" / "old").write_text("old")
 
     def fail():
-        with whole_folder(tmp_path / "out", MARKS, force=True) as work:
+        with whole_folder(tmp_path / "out", ours, force=True) as work:
             (work / "new").write_text("new")
             raise RuntimeError("stop")
 
@@ -37,9 +39,9 @@ def test_an_error_leaves_nothing_and_loses_nothing(tmp_path):
 def test_a_taken_folder_is_refused_and_replaced_with_force(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("old")
-    with pytest.raises(UsageError, match="not empty"), whole_folder(tmp_path / "out", MARKS):
+    with pytest.raises(UsageError, match="not empty"), whole_folder(tmp_path / "out", ours):
         pass
-    with whole_folder(tmp_path / "out", MARKS, force=True) as work:
+    with whole_folder(tmp_path / "out", ours, force=True) as work:
         (work / "new").write_text("new")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
 
@@ -47,14 +49,17 @@ def test_a_taken_folder_is_refused_and_replaced_with_force(tmp_path):
 def test_force_replaces_only_what_quantsink_wrote(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis").write_text("mine")
-    with pytest.raises(UsageError, match="not written by quantsink"), whole_folder(tmp_path / "out", MARKS, force=True):
+    with (
+        pytest.raises(UsageError, match="holds more than quantsink wrote"),
+        whole_folder(tmp_path / "out", ours, force=True),
+    ):
         pass
     assert (tmp_path / "out" / "thesis").read_text() == "mine"
 
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UsageError, match="a file stands"), whole_folder(tmp_path / "out", MARKS, force=True):
+    with pytest.raises(UsageError, match="a file stands"), whole_folder(tmp_path / "out", ours, force=True):
         pass
     with pytest.raises(OutputError, match="cannot be written"):
         write_text(tmp_path / "out" / "x", "text")
@@ -66,7 +71,7 @@ def test_a_kill_leaves_the_old_folder(tmp_path):
     (tmp_path / "out" / "old").write_text("old")
     code = (
         "import sys, time, pathlib; from quantsink.files import whole_folder\n"
-        "with whole_folder(pathlib.Path(sys.argv[1]), ['old'], force=True) as work:\n"
+        "with whole_folder(pathlib.Path(sys.argv[1]), lambda folder: True, force=True) as work:\n"
         "    (work / 'new').write_text('new'); print('ready', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE)

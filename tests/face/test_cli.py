@@ -143,6 +143,17 @@ def test_recipe_prints_what_export_reads(work, capsys, tmp_path):
         ),
         (["export", "{tmp}/broken", "--calibration", "{work}/calibration", "-o", "{tmp}/o"], 1, "cannot be loaded"),
         (["report", "{work}/model", "-o", "{tmp}/o", "--methods", "magic"], 2, "magic"),
+        (["report", "{work}/model", "-o", "{tmp}/o", "--length", "700"], 2, "at most 512"),
+        (["calibrate", "{work}/model", "-o", "{tmp}/o", "--seq-len", "5000"], 2, "at most 512"),
+        (["calibrate", "{work}/model", "-o", "{tmp}/o", "--seq-len", "12"], 2, "--seq-len 12"),
+        (["calibrate", "{work}/model", "-o", "{tmp}/empty.txt/x"], 2, "is not a folder that can be written"),
+        (["calibrate", "{work}/model", "-o", "{tmp}/o", "--seq-len", "abc"], 2, "--seq-len"),
+        (["calibrate", "-o", "{tmp}/o"], 2, "MODEL"),
+        (
+            ["export", "{work}/model", "--calibration", "{work}/calibration", "-o", "{tmp}/o", "--max-shard-size", "x"],
+            2,
+            "--max-shard-size x",
+        ),
         (["inspect", "{tmp}"], 2, "neither a calibration"),
         (["inspect", "{tmp}/damaged"], 1, "damaged"),
     ],
@@ -173,6 +184,57 @@ def test_bad_input_is_one_line_with_the_right_code(
     assert "Traceback" not in err
     assert out == ""
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before, "something was left or lost"
+
+
+def export_to(work, target, *more):
+    return ["export", work / "model", "--calibration", work / "calibration", "-o", target, "--no-measure", *more]
+
+
+def test_force_replaces_a_checkpoint_and_nothing_else(work, capsys, tmp_path):
+    shutil.copytree(work / "checkpoint", tmp_path / "old")
+    assert run(capsys, *export_to(work, tmp_path / "old", "--force"))[0] == 0
+    shutil.copytree(work / "model", tmp_path / "foreign")
+    code, _, err = run(capsys, *export_to(work, tmp_path / "foreign", "--force"))
+    assert (code, "not even --force" in err) == (2, True)
+    assert (tmp_path / "foreign" / "model.safetensors").is_file()
+
+
+def test_a_model_is_never_exported_onto_itself(work, capsys, tmp_path, monkeypatch):
+    code, _, err = run(capsys, *export_to(work, work / "model", "--force"))
+    assert (code, "which is read" in err) == (2, True)
+    assert run(capsys, *export_to(work, work, "--force"))[0] == 2
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *export_to(work, "."))
+    assert (code, "current folder" in err) == (2, True)
+
+
+def test_a_link_is_followed(work, capsys, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert run(capsys, *export_to(work, tmp_path / "link"))[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "config.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+
+
+def test_resume_keeps_what_is_not_quantsinks(work, capsys, tmp_path):
+    shutil.copytree(work / "calibration", tmp_path / "c")
+    before = (tmp_path / "c" / "calibration.safetensors").stat().st_mtime_ns
+    arguments = ["calibrate", work / "model", "-o", tmp_path / "c", *SMALL, "--resume"]
+    assert run(capsys, *arguments)[0] == 0
+    assert (tmp_path / "c" / "calibration.safetensors").stat().st_mtime_ns == before
+    (tmp_path / "c" / "mine.txt").write_text("mine")
+    code, _, err = run(capsys, *arguments)
+    assert (code, "holds more" in err) == (2, True)
+    assert (tmp_path / "c" / "mine.txt").read_text() == "mine"
+
+
+def test_leftovers_of_a_killed_run_are_removed(work, capsys, tmp_path):
+    stale = tmp_path / ".out.999999999.abc.part"
+    stale.mkdir()
+    (stale / "config.json").write_text("{}")
+    assert run(capsys, *export_to(work, tmp_path / "out"))[0] == 0
+    assert not stale.exists()
 
 
 def test_wrong_usage_is_2(capsys):
