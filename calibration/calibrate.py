@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -35,7 +36,8 @@ def read_windows(
     sources = [parse_spec(spec) for spec in data]
     names = [source.name for source in sources]
     if len(set(names)) < len(names):
-        raise UsageError(f"--data {next(n for n in names if names.count(n) > 1)}: given twice; give each text once")
+        twice = next(n for n in names if names.count(n) > 1)
+        raise UsageError(f"--data: two texts are called {twice}; rename one, or leave it out if it is the same")
     if not sources:
         raise UsageError("--data: no text given")
     share = max_tokens // len(sources)
@@ -105,7 +107,7 @@ def calibrate(
     settings = Settings(seq_len, max_tokens, sink_size, query_rows, error_windows, bos, seed, dtype)
     label = name or model.config._name_or_path or type(model).__name__
     facts = _Facts(
-        label, model_fingerprint(model), tokenizer_fingerprint(tokenizer), settings, _domains(texts), texts[0][1].bos
+        model_fingerprint(model), tokenizer_fingerprint(tokenizer), settings, _domains(texts), texts[0][1].bos
     )
     state = _State(Path(folder) / PARTIAL if folder is not None else None, facts)
     options = {"sink_size": sink_size, "query_rows": query_rows, "error_windows": error_windows}
@@ -150,7 +152,6 @@ def _domains(texts: list[tuple[str, Windows]]) -> tuple[Domain, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    name: str
     model: tuple[str, str]
     tokenizer: str
     settings: Settings
@@ -166,6 +167,7 @@ class _State:
         self.identity = {
             "model": facts.model[0],
             "tokenizer": facts.tokenizer,
+            "versions of torch and transformers": f"{torch.__version__} {transformers.__version__}",
             "settings": json.dumps(dataclasses.asdict(facts.settings)),
             "data": json.dumps([dataclasses.asdict(domain) for domain in facts.domains]),
         }

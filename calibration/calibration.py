@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from quantsink.architecture import Architecture, AttentionLayer
 from quantsink.calibration.statistics import BINS, Fields, empty_heads, empty_linear, merge
 from quantsink.errors import CalibrationError
-from quantsink.files import contents, write_bytes, write_json
+from quantsink.files import contents, disk_errors, write_bytes, write_json
 from quantsink.kernels import Route
 
 SCHEMA = 1
@@ -150,8 +150,11 @@ class Calibration:
     def save(self, folder: str | Path) -> None:
         """Write `calibration.safetensors`, then `calibration.json`, each whole; the JSON file makes it complete."""
         folder = Path(folder)
+        with disk_errors(folder):
+            (folder / FACTS).unlink(missing_ok=True)  # a kill from here on leaves no old facts beside new tensors
         write_bytes(folder / TENSORS, save(self.tensors()))
         write_json(folder / FACTS, self.facts())
+        (folder / PARTIAL).unlink(missing_ok=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every statistic as `domain/heads|linears/module/field`."""

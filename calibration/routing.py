@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantsink.architecture import AttentionLayer
-from quantsink.calibration.calibration import Calibration, Head, Statistics
+from quantsink.calibration.calibration import Calibration, Head
 from quantsink.calibration.statistics import BIN_WIDTH, Fields
 from quantsink.errors import CalibrationError, RecipeError
 from quantsink.kernels import Route
@@ -49,10 +49,12 @@ def plan(calibration: Calibration, recipe: str | Recipe = "w8a8") -> Plan:
     if recipe.attention.kind == "int8":
         for layer in calibration.layers:
             chosen = tuple(routes[layer.index, head] for head in range(layer.heads))
+            fields = total.heads[layer.name]
             if excluded(layer.name, recipe.exclude):
                 chosen = (Route.NATIVE,) * layer.heads
-            fields = total.heads[layer.name]
-            bounds = clip_bounds(layer, fields, recipe.attention.clip, notes)
+                bounds = None if recipe.attention.clip.kind == "none" else (math.inf,) * layer.heads
+            else:
+                bounds = clip_bounds(layer, fields, recipe.attention.clip, notes)
             attentions[layer.name] = AttentionPlan(chosen, _key_mean(layer, fields), bounds)
     linears = {}
     if recipe.weights == "int8":
@@ -76,6 +78,11 @@ def choose_routes(calibration: Calibration, recipe: Recipe) -> dict[Place, Route
     elif recipe.attention.sinks == "random":
         sinks = random.Random(recipe.attention.seed).sample(sorted(routes), len(sinks))
     routes.update(dict.fromkeys(sinks, Route.SINK))
+    for place in recipe.attention.native:
+        layer, _, head = place.partition(".")
+        if not (layer.isdigit() and head.isdigit()) or (int(layer), int(head)) not in routes:
+            raise RecipeError(f"recipe: native {place!r}: no such layer.head in {calibration.model}")
+        routes[int(layer), int(head)] = Route.NATIVE
     wanted = recipe.attention.native_heads
     if wanted > len(heads):
         raise RecipeError(f"recipe: native_heads {wanted}, but {calibration.model} has {len(heads)} heads")
@@ -122,7 +129,7 @@ def plan_linear(
     SmolLM2-135M it beats the largest of all (KL 0.021 against 0.030 on validation text), which one rare token sets.
     """
     rest, sink = fields["input_amax"], fields["input_sink_amax"]
-    if bool(torch.isinf(rest).any()) and wanted.kind != "native":
+    if bool(torch.isinf(rest).any()) and wanted.kind == "static":
         notes.append(f"{name}: no input was seen in calibration; its static scale is 1")
     count = round(wanted.native_columns * len(rest))
     largest = rest.topk(count).indices.tolist()
@@ -143,7 +150,8 @@ def _scale(amax: Tensor) -> float:
 
 def clip_bounds(layer: AttentionLayer, fields: Fields, clip: Clip, notes: list[str]) -> tuple[float, ...] | None:
     """`[H]` bounds. A head keeps its bound only if calibration says that it costs little: `row`, at most `max_loss` of
-    its weight beyond the bound; `absolute`, no logit above it (unless `max_loss` is inf)."""
+    its weight beyond the bound; `absolute`, no logit above it (unless `max_loss` is inf; logits below -bound are not
+    looked at)."""
     if clip.kind == "none":
         return None
     if clip.kind == "row":
@@ -164,4 +172,4 @@ def _key_mean(layer: AttentionLayer, fields: Fields) -> tuple[tuple[float, ...],
     return tuple(tuple(row) for row in mean.tolist())
 
 
-__all__ = ["Statistics", "plan"]
+__all__ = ["plan"]

@@ -33,7 +33,7 @@ CHUNK_CHARACTERS = 1 << 20  # documents are tokenized in pieces of about this ma
 _TEXT_FILES = {".txt", ".jsonl", ".parquet"}
 _OTHER_FILES = {".arrow", ".csv", ".gz", ".html", ".json", ".md", ".pdf", ".tsv", ".xml", ".zip", ".zst"}
 _HUB_SPEC = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]*){0,2}")
-_NOT_LIBRARY = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
+_NOT_LIBRARY = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests"}
 _CUT = re.compile(r"(?<=\S)\r?\n(?=\S)")
 
 

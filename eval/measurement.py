@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,7 @@ def _conditions(
         device=str(next(model.parameters()).device),
         threads=torch.get_num_threads(),
         versions=_versions(),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 

@@ -118,7 +118,7 @@ class Report:
         """One page that needs nothing else: style inside, the picture (PNG) inside, no script."""
         import jinja2
 
-        template = importlib.resources.files("quantsink.eval").joinpath("templates", "report.html.j2")
+        template = importlib.resources.files("quantsink.eval").joinpath("templates").joinpath("report.html.j2")
         environment = jinja2.Environment(
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )

@@ -11,7 +11,7 @@ from quantsink import attention, integration
 from quantsink.errors import QuantSinkError
 
 if TYPE_CHECKING:
-    from quantsink.api import Calibration, Recipe, calibrate, load, quantize
+    from quantsink.api import Calibration, Recipe, calibrate, load, quantize, save
 
 __version__ = "0.1.0"
 
@@ -24,11 +24,12 @@ __all__ = [
     "integration",
     "load",
     "quantize",
+    "save",
 ]
 
 attention.register()
 
-_FACE = ("Calibration", "Recipe", "calibrate", "load", "quantize")
+_FACE = ("Calibration", "Recipe", "calibrate", "load", "quantize", "save")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,12 +8,12 @@ from quantsink.architecture import Architecture
 from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
-from quantsink.checkpoint import load
+from quantsink.checkpoint import load, save
 from quantsink.integration import QuantSinkConfig, finish
 from quantsink.recipe import Recipe
 from quantsink.source import model_fingerprint
 
-__all__ = ["Calibration", "Recipe", "calibrate", "load", "quantize"]
+__all__ = ["Calibration", "Recipe", "calibrate", "load", "quantize", "save"]
 
 
 def quantize(model: Any, calibration: Calibration | str | Path, recipe: str | Path | Recipe = "w8a8") -> Any:

@@ -1,6 +1,7 @@
 """The model card of a checkpoint: the hub's metadata, what was done, and what was measured of it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quantsink.calibration.calibration import Calibration
 from quantsink.kernels import Route
@@ -20,7 +21,13 @@ class Measured:
 
 
 def model_card(
-    model: str, recipe: str, calibration: Calibration, plan: Plan, parameters: int, measured: Measured | None
+    model: str,
+    recipe: str,
+    calibration: Calibration,
+    plan: Plan,
+    parameters: int,
+    measured: Measured | None,
+    notes: tuple[str, ...] = (),
 ) -> str:
     """README.md of a checkpoint, with the hub's metadata in its front matter."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -63,9 +70,10 @@ def model_card(
             f"| same most likely token | 100 % | {100 * measured.top1:.2f} % |",
             "",
         ]
+    lines += [line for note in notes for line in (note, "")]
     return "\n".join(lines)
 
 
 def _hub_id(model: str) -> bool:
     parts = model.split("/")
-    return len(parts) == 2 and all(parts) and not model.startswith(".")
+    return len(parts) == 2 and all(parts) and not model.endswith(".gguf") and not Path(model).exists()

@@ -1,6 +1,7 @@
 """Checkpoints on disk: written whole, loaded strictly, with a model card beside the weights."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,17 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from quantsink.errors import CheckpointError, QuantSinkError, UsageError
-from quantsink.files import whole_folder, write_text
+from quantsink.files import contents, whole_folder, write_text
 from quantsink.integration import METHOD
 from quantsink.source import DTYPES, check_device
 
 CARD = "README.md"
-SUFFIXES = {".json", ".safetensors", ".md", ".jinja", ".model", ".txt"}
-"""Kinds of files that a checkpoint with its tokenizer consists of."""
+FILES = re.compile(
+    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|README\.md"
+    r"|chat_template\.jinja|additional_chat_templates|merges\.txt|tokenizer\.model|spiece\.model"
+)
+"""Names of what a checkpoint with its tokenizer consists of."""
 
 
 def save(
@@ -90,7 +95,7 @@ def is_checkpoint(folder: Path) -> bool:
         read_config(folder)
     except CheckpointError:
         return False
-    return all(path.is_file() and path.suffix in SUFFIXES for path in folder.iterdir())
+    return all(FILES.fullmatch(name) for name in contents(folder))
 
 
 def payload_bytes(folder: Path) -> int:

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -245,7 +246,6 @@ def _report(
     from quantsink.calibration import Calibration
     from quantsink.calibration import calibrate as run
     from quantsink.checkpoint import load
-    from quantsink.demo import GGUF_NOTE
     from quantsink.eval import measure, parse_methods, read
     from quantsink.source import model_fingerprint
 
@@ -258,7 +258,7 @@ def _report(
     if found is not None:
         found.check_model(model_fingerprint(loaded), Architecture.of(loaded), source.name)
     with progress_bar() as progress:
-        if found is None:
+        if found is None and any(method.calibrated for method in chosen):
             found = run(loaded, tokenizer, bos=bos, max_tokens=16384, progress=progress, name=source.name)
         result = measure(
             loaded,
@@ -269,7 +269,7 @@ def _report(
             methods=chosen,
             checkpoints=checkpoints,
             load_checkpoint=lambda path: load(path, device=device),
-            notes=(GGUF_NOTE,) if source.gguf else (),
+            notes=source.notes,
             progress=progress,
         )
     result.save(output, force=force)
@@ -383,22 +383,21 @@ def main(arguments: list[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
-        code = app(given, prog_name="quantsink", standalone_mode=False)
+        code = app(given or ["--help"], prog_name="quantsink", standalone_mode=False)
+        if code == 130:
+            print("quantsink: stopped; calibrate goes on with --resume", file=sys.stderr)
         return code if isinstance(code, int) else 0
     except QuantSinkError as error:
         if "--debug" in given:
-            raise
+            traceback.print_exc()
         print(f"quantsink: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("quantsink: stopped; what was written so far is whole (calibrate goes on with --resume)", file=sys.stderr)
-        return 130
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own complaint about the command line
             print(f"quantsink: {error.format_message()} See quantsink --help.", file=sys.stderr)
             return 2
         if "--debug" in given:
-            raise
+            traceback.print_exc()
         print(
             f"quantsink: {type(error).__name__}: {' '.join(str(error).split())[:300]}; --debug shows where",
             file=sys.stderr,

@@ -1,5 +1,6 @@
 """`quantsink demo`: the whole job on a small real model, with text that every Python carries."""
 
+import dataclasses
 import importlib.util
 import tempfile
 from collections.abc import Callable
@@ -10,9 +11,11 @@ import torch
 
 from quantsink.calibration import calibrate
 from quantsink.calibration.calibrate import Progress
+from quantsink.calibration.calibration import is_calibration
 from quantsink.calibration.plots import save_with_pictures
-from quantsink.checkpoint import load
+from quantsink.checkpoint import is_checkpoint, load
 from quantsink.eval import Report, measure, parse_methods, read
+from quantsink.eval.report import is_report
 from quantsink.export import HELDOUT, Exported, export
 from quantsink.files import contents, whole_folder
 from quantsink.source import find
@@ -26,10 +29,6 @@ PROMPT = "The capital of France is"
 METHODS = (
     "reference,bnb-llm-int8,w8a8-plain,w8a8-static-plain,attention-fixed,attention-row,attention-sink,"
     "attention-random,w8a16,w8a8,w8a8-static"
-)
-GGUF_NOTE = (
-    "The weights come from a GGUF file and lie on its grid already (4 bits, where it is Q4): 8-bit weights, "
-    "activations and attention can be judged on them, weights below 8 bits cannot."
 )
 
 
@@ -50,12 +49,14 @@ def run(output: Path, *, force: bool, say: Callable[[str], None], progress: Prog
         what was exported, the report, and the text that the loaded checkpoint generated.
     """
     with whole_folder(output, is_demo, force=force) as work:
-        return _run(work, say, progress)
+        exported, report, words = _run(work, say, progress)
+    return dataclasses.replace(exported, checkpoint=str(output / "checkpoint")), report, words
 
 
 def is_demo(folder: Path) -> bool:
     """Whether a folder holds what the demo wrote and nothing else."""
-    return contents(folder) <= {"calibration", "checkpoint", "report"}
+    parts = {"calibration": is_calibration, "checkpoint": is_checkpoint, "report": is_report}
+    return all(name in parts and parts[name](folder / name) for name in contents(folder))
 
 
 def _run(output: Path, say: Callable[[str], None], progress: Progress) -> tuple[Exported, Report, str]:
@@ -70,7 +71,7 @@ def _run(output: Path, say: Callable[[str], None], progress: Progress) -> tuple[
         # A GGUF file is unpacked once; export then reads plain safetensors.
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        exported = export(folder, output / "calibration", output / "checkpoint", name=HUB, say=say)
+        exported = export(folder, output / "calibration", output / "checkpoint", name=HUB, notes=source.notes, say=say)
     say("loading the checkpoint and generating")
     words = generate(load(output / "checkpoint"), tokenizer)
     say("measuring what it costs on text that calibration did not read")
@@ -83,7 +84,7 @@ def _run(output: Path, say: Callable[[str], None], progress: Progress) -> tuple[
         methods=parse_methods(METHODS),
         checkpoints=[output / "checkpoint"],
         load_checkpoint=load,
-        notes=(GGUF_NOTE,) if source.gguf else (),
+        notes=source.notes,
         progress=progress,
     )
     report.save(output / "report")

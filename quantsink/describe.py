@@ -49,13 +49,15 @@ def _checkpoint(path: Path) -> dict[str, Any]:
                     bytes_by_type[kind] = bytes_by_type.get(kind, 0) + tensor.nbytes
                     if name.endswith(f".{TABLE}.routes"):
                         routes[name.removesuffix(f".{TABLE}.routes")] = tensor.tolist()
+                        if int(tensor.max()) > max(Route):
+                            raise CheckpointError(f"{name} in {file} holds values that cannot be right")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: damaged: {error}; fetch or export the checkpoint again") from error
     named = {r.name.lower(): sum(row.count(int(r)) for row in routes.values()) for r in Route}
     return {
         "kind": "checkpoint",
         "format_version": config.format_version,
-        "recipe": config.recipe,
+        "recipe": config.parsed().to_dict(),
         "sink_size": config.sink_size,
         "linears": len(config.linears),
         "native_rows": sum(rows for rows, _ in config.linears.values()),

@@ -59,6 +59,7 @@ def export(
     measure: bool = True,
     max_shard_size: str = "5GB",
     name: str | None = None,
+    notes: tuple[str, ...] = (),
     say: Say = lambda _: None,
 ) -> Exported:
     """Quantize MODEL and write a checkpoint to `out`; every check that can fail comes before the model is loaded.
@@ -68,6 +69,7 @@ def export(
         dtype: type of everything that stays native; auto is the checkpoint's own (float32 for GGUF).
         measure: measure KL and perplexity on a little held-out text for the model card.
         name: what the model card calls the model; MODEL if left out.
+        notes: lines for the model card, beside those that MODEL itself calls for.
         say: told what is being done, a line each.
     """
     target = Path(out)
@@ -93,7 +95,7 @@ def export(
     parameters = sum(parameter.numel() for parameter in loaded.parameters())
     measured = _quantize(loaded, decided, text)
     label = Path(str(recipe)).stem if not isinstance(recipe, Recipe) else "custom"
-    card = model_card(name or model, label, found, decided, parameters, measured)
+    card = model_card(name or model, label, found, decided, parameters, measured, (*source.notes, *notes))
     say(f"writing {target}")
     save(loaded, target, tokenizer=tokenizer, card=card, force=force, max_shard_size=max_shard_size)
     size = payload_bytes(target)
@@ -113,7 +115,9 @@ def check_generation(model: Any, name: str) -> None:
 
 
 def read_heldout(tokenizer: Any, calibration: Calibration) -> EvalText | None:
-    """Text that no calibration reads; None where this Python carries none."""
+    """Text that this calibration did not read; None where there is none."""
+    if any(domain.spec == HELDOUT for domain in calibration.domains):
+        return None
     try:
         return read(
             tokenizer,

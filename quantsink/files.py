@@ -134,7 +134,11 @@ def _swap(work: Path, target: Path) -> None:
     elif not _exchange(work, target):
         old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
         os.rename(target, old / "old")
-        os.rename(work, target)
+        try:
+            os.rename(work, target)
+        except OSError:
+            os.rename(old / "old", target)
+            raise
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -220,8 +220,9 @@ def check_tensors(model: Any, files: Sequence[Path]) -> None:
                 continue
             raise CheckpointError(f"{name} is missing from {where}; fetch or export the checkpoint again")
         file, shape, dtype = found[name]
-        exact = not tensor.is_floating_point() or name.endswith(("weight_scale", "_scale", "key_mean", "clip"))
-        if shape != tuple(tensor.shape) or (exact and _DTYPES.get(dtype) != tensor.dtype):
+        exact = not tensor.is_floating_point() or name.endswith(("_scale", "key_mean", "clip"))
+        wrong = _DTYPES.get(dtype) != tensor.dtype if exact else not dtype.startswith(("F", "BF"))
+        if shape != tuple(tensor.shape) or wrong:
             raise CheckpointError(
                 f"{name} in {file.name} is {dtype} {list(shape)} where {tensor.dtype} {list(tensor.shape)} belongs; "
                 "fetch or export the checkpoint again"

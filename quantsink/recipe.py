@@ -45,6 +45,8 @@ class Attention:
     """Heads on the `sink` route; `random` takes as many heads as are detected, by `seed`: the control."""
     native_heads: int = 0
     """This many heads, those with the largest measured attention-output error, stay native."""
+    native: tuple[str, ...] = ()
+    """Heads that stay native in any case, each as "layer.head", "18.8" for layer 18 head 8."""
     weight_scale: Literal["block", "row", "fixed"] = "block"
     """Scale of the 8-bit attention weights: per (row, `block` keys), per row, or 1/127 everywhere."""
     block: int = 64

@@ -17,6 +17,10 @@ from transformers.utils import logging as transformers_logging
 from quantsink.errors import ModelError, UsageError
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GGUF_NOTE = (
+    "The weights come from a GGUF file and lie on its grid already (4 bits, where it is Q4): 8-bit weights, "
+    "activations and attention can be judged on them, weights below 8 bits cannot."
+)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -27,6 +31,11 @@ class Source:
     name: str
     root: str
     gguf: str | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of figures measured on this model must know."""
+        return (GGUF_NOTE,) if self.gguf else ()
 
     @property
     def _arguments(self) -> dict[str, Any]:
@@ -118,7 +127,11 @@ def check_device(model: Any, device: str) -> Any:
         raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-CONFIG_FACTS = ("rope_parameters", "sliding_window", "layer_types", "hidden_act", "hidden_activation", "rms_norm_eps")
+CONFIG_FACTS = (
+    "rope_parameters", "sliding_window", "layer_types", "hidden_act", "hidden_activation", "rms_norm_eps",
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
+    "residual_multiplier", "embedding_multiplier", "logits_scaling",
+)  # fmt: skip
 
 
 def model_fingerprint(model: nn.Module) -> tuple[str, str]:

@@ -143,6 +143,14 @@ def test_resume_refuses_another_model_and_damage(tiny_llama, tokenizer, tmp_path
         calibrate(tiny_llama(), tokenizer, "builtin:prose", folder=tmp_path, resume=True, **OPTIONS)
 
 
+def test_saving_ends_what_was_unfinished(tiny_llama, tokenizer, tmp_path, monkeypatch):
+    interrupted(tiny_llama(), tokenizer, tmp_path, monkeypatch)
+    done = calibrate(tiny_llama(), tokenizer, "builtin:prose", folder=tmp_path, resume=True, **OPTIONS)
+    done.save(tmp_path)
+    assert not (tmp_path / PARTIAL).exists()
+    assert same(Calibration.load(tmp_path), done)
+
+
 def test_resuming_what_is_finished_returns_it(tiny_llama, tokenizer, tmp_path):
     done = calibrate(tiny_llama(), tokenizer, "builtin:prose", **OPTIONS)
     done.save(tmp_path)
@@ -169,7 +177,7 @@ def test_resuming_what_is_finished_returns_it(tiny_llama, tokenizer, tmp_path):
         ({"sink_size": 64}, "--sink-size 64"),
         ({"query_rows": 0}, "--query-rows 0"),
         ({"max_tokens": 10}, "--max-tokens 10"),
-        ({"data": ["builtin:prose", "builtin:prose"]}, "given twice"),
+        ({"data": ["builtin:prose", "builtin:prose"]}, "two texts are called builtin:prose"),
         ({"data": []}, "no text"),
     ],
 )

@@ -106,6 +106,21 @@ def test_clips_are_dropped_where_they_would_cost_too_much(calibration):
     assert set(all_of_them.attentions["model.layers.0.self_attn"].clip) == {0.01}
 
 
+def test_excluded_attention_is_not_clipped(calibration):
+    recipe = Recipe(attention=Attention(clip=Clip("absolute", 0.01, math.inf)), exclude=("layers.1.self_attn",))
+    decided = plan(calibration, recipe)
+    assert set(decided.attentions["model.layers.1.self_attn"].clip) == {math.inf}
+    assert set(decided.attentions["model.layers.0.self_attn"].clip) == {0.01}
+
+
+def test_named_heads_stay_native(calibration):
+    decided = plan(calibration, Recipe(attention=Attention(native=("0.3", "1.7"))))
+    assert {place for place, route in routes(decided).items() if route is Route.NATIVE} == {(0, 3), (1, 7)}
+    for wrong in ("2.0", "0.8", "0", "a.b"):
+        with pytest.raises(RecipeError, match=r"no such layer\.head"):
+            plan(calibration, Recipe(attention=Attention(native=(wrong,))))
+
+
 def test_what_a_calibration_cannot_answer(calibration, tiny_llama, tokenizer):
     with pytest.raises(RecipeError, match="calibrated with 1"):
         plan(calibration, Recipe(sink_size=4))

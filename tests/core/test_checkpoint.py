@@ -321,6 +321,13 @@ def test_a_failed_quantization_changes_nothing(tiny_llama, tokenizer):
     assert torch.equal(logits(model), logits(tiny_llama()))
 
 
+def test_layers_called_alone_raise_also_after_a_forward_pass(tiny_llama, tokenizer):
+    model = quantized(tiny_llama(), tokenizer)
+    logits(model)
+    with pytest.raises(QuantSinkError, match="call the model"), torch.no_grad():
+        model.model.layers[0].mlp(torch.randn(1, IDS.shape[1], 48))
+
+
 def test_there_is_no_gradient_rather_than_a_wrong_one(tiny_llama, tokenizer):
     model = quantized(tiny_llama(), tokenizer)
     assert not model(IDS).logits.requires_grad

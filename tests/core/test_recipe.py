@@ -16,7 +16,7 @@ def test_presets_survive_json(name):
 def test_every_field_survives_json():
     recipe = Recipe(
         activations=Activations("static", 0.05, "table"),
-        attention=Attention("int8", "random", 3, "row", 32, Clip("row", 8.0, math.inf), 7),
+        attention=Attention("int8", "random", 3, ("1.2",), "row", 32, Clip("row", 8.0, math.inf), 7),
         sink_size=4,
         sink_threshold=0.5,
         entropy_threshold=0.25,
