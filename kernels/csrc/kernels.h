@@ -1,0 +1,28 @@
+// One table of kernels per instruction set, and the choice between them when the library is loaded.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+
+namespace quantsink {
+
+struct Kernels {
+    const char* name;
+    AttentionKernels attention;
+    LinearKernels linear;
+};
+
+// Compiled from the same headers, each with the flags of its instruction set (setup.py).
+extern const Kernels kernels_portable;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+// The set in use: the best that this processor has, or the lesser one that QUANTSINK_CPU_ISA names.
+const Kernels& kernels();
+
+// Choose by name; false where the name is unknown or this processor lacks the instructions.
+bool select_kernels(const char* name);
+
+}  // namespace quantsink
