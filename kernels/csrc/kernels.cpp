@@ -6,54 +6,60 @@
 namespace quantsink {
 namespace {
 
-bool supported(const Kernels& set) {
+bool always() { return true; }
+
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (&set == &kernels_avx2) return avx2;
-    if (&set == &kernels_avx512) {
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni");
-    }
-#endif
-    return &set == &kernels_portable;
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-const Kernels* const sets[] = {
-#if defined(__x86_64__)
-    &kernels_avx512,
-    &kernels_avx2,
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
 #endif
-    &kernels_portable,
+
+struct Choice {
+    Kernels kernels;
+    bool (*supported)();
 };
 
-const Kernels* best() {
-    const char* wanted = std::getenv("QUANTSINK_CPU_ISA");
-    for (const Kernels* set : sets) {
-        if (supported(*set) && (!wanted || !*wanted || std::strcmp(wanted, set->name) == 0)) return set;
+// Best first.
+const Choice choices[] = {
+#if defined(__x86_64__)
+    {{"avx512", attention_avx512, linear_avx512}, has_avx512},
+    {{"avx2", attention_avx2, linear_avx2}, has_avx2},
+#endif
+    {{"portable", attention_portable, linear_portable}, always},
+};
+
+const Kernels* find(const char* name) {
+    for (const Choice& choice : choices) {
+        if ((!name || std::strcmp(name, choice.kernels.name) == 0) && choice.supported()) return &choice.kernels;
     }
-    return &kernels_portable;
+    return nullptr;
 }
 
-const Kernels* chosen = nullptr;
+const Kernels* first_choice() {
+    const char* wanted = std::getenv("QUANTSINK_CPU_ISA");
+    const Kernels* found = wanted && *wanted ? find(wanted) : nullptr;
+    return found ? found : find(nullptr);
+}
+
+const Kernels*& chosen() {
+    static const Kernels* in_use = first_choice();
+    return in_use;
+}
 
 }  // namespace
 
-const Kernels& kernels() {
-    if (!chosen) chosen = best();
-    return *chosen;
-}
+const Kernels& kernels() { return *chosen(); }
 
 bool select_kernels(const char* name) {
-    for (const Kernels* set : sets) {
-        if (std::strcmp(name, set->name) == 0 && supported(*set)) {
-            chosen = set;
-            return true;
-        }
-    }
-    return false;
+    const Kernels* found = find(name);
+    if (found) chosen() = found;
+    return found;
 }
 
 }  // namespace quantsink

@@ -6,18 +6,19 @@
 
 namespace quantsink {
 
+// Compiled from the same headers, each with the flags of its instruction set (setup.py).
+extern const AttentionKernels attention_portable;
+extern const LinearKernels linear_portable;
+#if defined(__x86_64__)
+extern const AttentionKernels attention_avx2, attention_avx512;
+extern const LinearKernels linear_avx2, linear_avx512;
+#endif
+
 struct Kernels {
     const char* name;
-    AttentionKernels attention;
-    LinearKernels linear;
+    const AttentionKernels& attention;
+    const LinearKernels& linear;
 };
-
-// Compiled from the same headers, each with the flags of its instruction set (setup.py).
-extern const Kernels kernels_portable;
-#if defined(__x86_64__)
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
-#endif
 
 // The set in use: the best that this processor has, or the lesser one that QUANTSINK_CPU_ISA names.
 const Kernels& kernels();

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quantsink.kernels.sink_attention import cpu
 from quantsink.kernels.sink_attention.reference import Route, Rule, reference
 
 __all__ = ["Route", "sink_attention"]
@@ -43,9 +44,35 @@ def _reference(
         return reference(query, key, value, mask, routes, key_mean, sink_start, rule)
 
 
+@torch.library.impl("quantsink::sink_attention", "CPU")
+def _cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    routes: Tensor,
+    key_mean: Tensor,
+    sink_start: Tensor | None,
+    clip_row: Tensor | None,
+    clip_absolute: Tensor | None,
+    s_aux: Tensor | None,
+    *,
+    scaling: float,
+    sink_size: int,
+    causal: bool,
+    weight_scale: str,
+    block: int,
+    softcap: float,
+) -> Tensor:
+    rule = Rule(scaling, sink_size, causal, weight_scale, block, softcap, clip_row, clip_absolute, s_aux)
+    with torch.autocast("cpu", enabled=False):
+        return cpu.attend(query, key, value, mask, routes, key_mean, sink_start, rule)
+
+
 @torch.library.register_fake("quantsink::sink_attention")
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    return query.new_empty((*query.shape[:3], value.shape[-1]))
+    batch, heads, queries = query.shape[:3]
+    return query.new_empty((batch, queries, heads, value.shape[-1])).transpose(1, 2)
 
 
 def sink_attention(

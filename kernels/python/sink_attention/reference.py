@@ -83,7 +83,8 @@ def reference(
     if len(split):
         groups.append(SplitHeads(split, k, v, kv_head, key_mean.to(work), routes, sink_start, rule))
 
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    # Memory in the order [B, Lq, H, Dv], which is what an output projection reads.
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     step = min(max(TILE // max(q.shape[0] * q.shape[1] * k.shape[2], 1), MIN_ROWS), MAX_ROWS)
     for first in range(0, q.shape[2], step):
         rows = slice(first, min(first + step, q.shape[2]))

@@ -1,0 +1,9 @@
+#include "simd_avx2.h"
+
+#include "attention_kernel.h"
+
+namespace quantsink {
+
+extern const AttentionKernels attention_avx2 = {attention};
+
+}  // namespace quantsink

@@ -1,0 +1,7 @@
+#include "linear_kernel.h"
+
+namespace quantsink {
+
+extern const LinearKernels linear_avx512 = {linear, quantize};
+
+}  // namespace quantsink

@@ -1,0 +1,41 @@
+// One allocation per call: sizes are added up in a first pass and handed out in a second.
+#pragma once
+
+#include <omp.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace quantsink {
+namespace {
+
+class Arena {
+public:
+    Arena() = default;
+    Arena(int64_t bytes, bool poison) : memory(static_cast<uint8_t*>(std::aligned_alloc(64, bytes + 64))) {
+        if (!memory) throw std::bad_alloc();
+        if (poison) std::memset(memory, 0xff, bytes);  // NaN as float32 and bfloat16
+    }
+    ~Arena() { std::free(memory); }
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    template <class T> T* take(int64_t count) {
+        uint8_t* at = memory ? memory + used : nullptr;
+        used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return reinterpret_cast<T*>(at);
+    }
+    int64_t size() const { return used; }
+    bool real() const { return memory; }
+
+private:
+    uint8_t* memory = nullptr;
+    int64_t used = 0;
+};
+
+inline int thread_index() { return omp_get_thread_num(); }
+
+}  // namespace
+}  // namespace quantsink

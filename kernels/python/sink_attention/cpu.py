@@ -1,0 +1,86 @@
+"""`quantsink::sink_attention` on the CPU: the C++ kernels of kernels/csrc where they apply, the reference elsewhere."""
+
+import torch
+from torch import Tensor
+
+from quantsink.kernels.cpu import library
+from quantsink.kernels.sink_attention.reference import Rule, reference
+
+BLOCK = 64
+"""Keys that share a scale in the kernels."""
+
+poison = False
+"""Fill the kernels' workspaces with NaN first; tests set it."""
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    routes: Tensor,
+    key_mean: Tensor,
+    sink_start: Tensor | None,
+    rule: Rule,
+) -> Tensor:
+    """As `reference`, whose arguments these are."""
+    kernels = library() if applies(query, key, value, rule) else None
+    if kernels is None:
+        return reference(query, key, value, mask, routes, key_mean, sink_start, rule)
+    dtype = query.dtype if query.dtype == torch.bfloat16 else torch.float32
+    q, k, v = dense(query, dtype), dense(key, dtype), dense(value, dtype)
+    batch, heads, queries, head_dim = q.shape
+    out = torch.empty(batch, queries, heads, v.shape[3], dtype=dtype).transpose(1, 2)
+    mask = None if mask is None else mask if mask.stride(3) == 1 else mask.contiguous()
+    # Kept alive until the call is over.
+    routes = routes.to(torch.uint8).contiguous()
+    mean = key_mean.float().contiguous()
+    start = None if sink_start is None else sink_start.long().contiguous()
+    bounds = [None if x is None else x.float().contiguous() for x in (rule.clip_row, rule.clip_absolute, rule.s_aux)]
+    kernels.sink_attention(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        (batch, heads, k.shape[1], queries, k.shape[2], head_dim, v.shape[3]),
+        q.stride()[:3],
+        k.stride()[:3],
+        v.stride()[:3],
+        out.stride()[:3],
+        dtype == torch.bfloat16,
+        address(mask),
+        (0, 0) if mask is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2)),
+        routes.data_ptr(),
+        mean.data_ptr(),
+        address(start),
+        *(address(bound) for bound in bounds),
+        rule.scaling,
+        rule.softcap,
+        rule.sink_size,
+        rule.causal,
+        torch.get_num_threads(),
+        poison,
+    )
+    return out.to(query.dtype)
+
+
+def applies(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> bool:
+    """Whether the kernels compute this call: blocks of 64 and up to 32 bits. All else is the reference's."""
+    return (
+        rule.weight_scale == "block"
+        and rule.block == BLOCK
+        and rule.scaling > 0
+        and query.numel() > 0
+        and value.numel() > 0
+        and all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in (query, key, value))
+    )
+
+
+def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`, its last dimension without gaps."""
+    x = x.to(dtype)
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
