@@ -50,8 +50,24 @@ struct AttentionArgs : Common {
     bool causal;
 };
 
+// quantsink::coded_attention: keys in the order sinks (exact), blocks of 64 (codes), the newest (exact).
+struct CodedArgs : Common {
+    int64_t blocks, exact, sinks;  // exact: sinks and newest together
+    int bits;                      // 8 or 4
+    View exact_key, exact_value;   // [batch, kv_heads, exact, dim]
+    // Dense, [batch, kv_heads, blocks, ...]: the cells of coded.h, then float16 scales and zero points.
+    const uint8_t* key_codes;
+    const uint16_t* key_scale;     // [head_dim]
+    const uint16_t* key_zero;
+    const uint8_t* value_codes;
+    const uint16_t* value_scale;   // [channel groups of 64][64 keys]
+    const uint16_t* value_zero;
+    bool causal;
+};
+
 struct AttentionKernels {
     void (*attention)(const AttentionArgs&);
+    void (*coded)(const CodedArgs&);
 };
 
 }  // namespace quantsink

@@ -18,6 +18,8 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni");
 }
+
+bool has_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 struct Choice {
@@ -28,6 +30,7 @@ struct Choice {
 // Best first.
 const Choice choices[] = {
 #if defined(__x86_64__)
+    {{"avx512bf16", attention_avx512bf16, linear_avx512}, has_bf16},
     {{"avx512", attention_avx512, linear_avx512}, has_avx512},
     {{"avx2", attention_avx2, linear_avx2}, has_avx2},
 #endif

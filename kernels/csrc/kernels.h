@@ -10,7 +10,7 @@ namespace quantsink {
 extern const AttentionKernels attention_portable;
 extern const LinearKernels linear_portable;
 #if defined(__x86_64__)
-extern const AttentionKernels attention_avx2, attention_avx512;
+extern const AttentionKernels attention_avx2, attention_avx512, attention_avx512bf16;
 extern const LinearKernels linear_avx2, linear_avx512;
 #endif
 

@@ -8,6 +8,10 @@
 #include <cstring>
 #include <new>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace quantsink {
 namespace {
 
@@ -24,13 +28,22 @@ public:
 
     template <class T> T* take(int64_t count) {
         uint8_t* at = memory ? memory + used : nullptr;
-        used += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), next = (bytes + 63) / 64 * 64 + kGuard;
+        used += next;
+#if defined(__SANITIZE_ADDRESS__)
+        if (at) ASAN_POISON_MEMORY_REGION(at + bytes, next - bytes);
+#endif
         return reinterpret_cast<T*>(at);
     }
     int64_t size() const { return used; }
     bool real() const { return memory; }
 
 private:
+#if defined(__SANITIZE_ADDRESS__)
+    static constexpr int64_t kGuard = 64;  // what lies between two pieces belongs to neither
+#else
+    static constexpr int64_t kGuard = 0;
+#endif
     uint8_t* memory = nullptr;
     int64_t used = 0;
 };

@@ -296,16 +296,33 @@ template <int RR> struct Weights {
     float factor[RR];
 };
 
-// The largest lane of each row's vector.
+// The largest lane of each row's vector, and the sum of its lanes.
 template <int RR> inline void largest_of_rows(const F (&a)[RR], float (&out)[RR]) {
 #if defined(__AVX512F__)
-    if constexpr (RR == 4) {
-        hmax_rows(a, out);
+    if constexpr (RR == 3 || RR == 4) {
+        const F four[4] = {a[0], a[1], a[2], a[RR - 1]};
+        float all[4];
+        hmax_rows(four, all);
+        for (int r = 0; r < RR; ++r) out[r] = all[r];
         return;
     }
 #endif
 #pragma GCC unroll 16
     for (int r = 0; r < RR; ++r) out[r] = hmax(a[r]);
+}
+
+template <int RR> inline void sums_of_rows(const F (&a)[RR], float (&out)[RR]) {
+#if defined(__AVX512F__)
+    if constexpr (RR == 3 || RR == 4) {
+        const F four[4] = {a[0], a[1], a[2], a[RR - 1]};
+        float all[4];
+        hsum_rows(four, all);
+        for (int r = 0; r < RR; ++r) out[r] = all[r];
+        return;
+    }
+#endif
+#pragma GCC unroll 16
+    for (int r = 0; r < RR; ++r) out[r] = hsum(a[r]);
 }
 
 // Scores without the row's scale and offset -> weights. All rows pass each step together: their latencies overlap.
