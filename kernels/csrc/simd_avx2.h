@@ -37,6 +37,10 @@ inline float hsum(F a) {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
+// max(y, bound) for y that is at most 0 and a bound below: as unsigned numbers, negative floats order by size.
+inline F at_least(F y, F bound) {
+    return _mm256_castsi256_ps(_mm256_min_epu32(_mm256_castps_si256(y), _mm256_castps_si256(bound)));
+}
 // max(y, -126) for y that is at most about 0: as unsigned numbers, negative floats order by size.
 inline F at_least_m126(F y) {
     return _mm256_castsi256_ps(_mm256_min_epu32(_mm256_castps_si256(y), _mm256_set1_epi32(static_cast<int>(0xc2fc0000u))));

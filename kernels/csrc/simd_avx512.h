@@ -29,6 +29,10 @@ inline M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline float hmax(F a) { return _mm512_reduce_max_ps(a); }
 inline float hsum(F a) { return _mm512_reduce_add_ps(a); }
 
+// max(y, bound) for y that is at most 0 and a bound below: as unsigned numbers, negative floats order by size.
+inline F at_least(F y, F bound) {
+    return _mm512_castsi512_ps(_mm512_min_epu32(_mm512_castps_si512(y), _mm512_castps_si512(bound)));
+}
 // max(y, -126) for y that is at most about 0: as unsigned numbers, negative floats order by size.
 inline F at_least_m126(F y) {
     return _mm512_castsi512_ps(_mm512_min_epu32(_mm512_castps_si512(y), _mm512_set1_epi32(static_cast<int>(0xc2fc0000u))));

@@ -38,6 +38,7 @@ inline float hmax(F a) {
 }
 inline float hsum(F a) { return (a[0] + a[1]) + (a[2] + a[3]); }
 
+inline F at_least(F y, F bound) { return max(y, bound); }
 inline F at_least_m126(F y) { return max(y, set(-126.0f)); }
 
 inline I set_i(int32_t x) { return I{x, x, x, x}; }

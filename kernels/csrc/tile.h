@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kBlock = 64;             // keys of a block
 constexpr int kVectors = kBlock / W;   // vectors of a block's scores
-constexpr int kRows = 32;              // query rows of a tile
+constexpr int kRows = 64;              // query rows of a tile
 constexpr float kLog2e = 1.44269504f;
 constexpr float kInfinity = __builtin_inff();
 constexpr int kUnit = 127;             // an INT8 row's weights and sums are in codes: 127 at a block's maximum
@@ -31,10 +31,11 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 inline uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
-// Scale * 2^y for -126 <= y <= 120, to a relative 1e-7. The scale costs nothing: it is in the coefficients.
-template <int Scale = 1> inline F exp2v(F y) {
-    const F magic = set(12582912.0f);  // 1.5 * 2^23: adding it leaves round(y) in the low bits
-    const F z = y + magic, f = y - (z - magic);
+// Scale * 2^(x * slope) for -126 <= x * slope <= 120, to a relative 1e-7. The scale costs nothing: it is in the
+// coefficients; nor does the slope.
+template <int Scale = 1> inline F exp2v(F x, F slope) {
+    const F magic = set(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+    const F z = fma(x, slope, magic), f = fma(x, slope, magic - z);
     F p = fma(set(Scale * 1.32647273e-3f), f, set(Scale * 9.6715127e-3f));
     p = fma(p, f, set(Scale * 5.55073374e-2f));
     p = fma(p, f, set(Scale * 2.40222421e-1f));
@@ -42,6 +43,7 @@ template <int Scale = 1> inline F exp2v(F y) {
     p = fma(p, f, set(Scale * 1.0f));
     return from_bits(add_i(bits(p), shl<23>(bits(z))));
 }
+template <int Scale = 1> inline F exp2v(F y) { return exp2v<Scale>(y, set(1.0f)); }
 
 // tanh through expm1, so that small arguments keep their relative precision.
 inline F tanhv(F x) {
@@ -96,20 +98,27 @@ struct BFloat16Op {
 };
 #endif
 
-// acc[r][t] += the products of RR rows of `a` (bytes `stride` apart) with NN vectors of columns of `b`.
+// acc[r][t] += the products of one cell of RR rows of `a` (bytes `stride` apart) with NN vectors of cells of `b`.
+template <class Op, int RR, int NN>
+inline __attribute__((always_inline)) void product_step(const uint8_t* a, int64_t stride, const uint8_t* b,
+                                                        typename Op::Acc (&acc)[RR][NN]) {
+    I column[NN];
+#pragma GCC unroll 16
+    for (int t = 0; t < NN; ++t) column[t] = load_i(b + t * W * 4);
+#pragma GCC unroll 16
+    for (int r = 0; r < RR; ++r) {
+        const I row = broadcast4(a + r * stride);
+#pragma GCC unroll 16
+        for (int t = 0; t < NN; ++t) acc[r][t] = Op::dot(acc[r][t], row, column[t]);
+    }
+}
+
+// The same over `groups` cells; `b` has `columns` cells a group.
 template <class Op, int RR, int NN>
 inline void product(const uint8_t* a, int64_t stride, const uint8_t* b, int64_t columns, int64_t groups,
                     typename Op::Acc (&acc)[RR][NN]) {
     do {
-        I column[NN];
-#pragma GCC unroll 16
-        for (int t = 0; t < NN; ++t) column[t] = load_i(b + t * W * 4);
-#pragma GCC unroll 16
-        for (int r = 0; r < RR; ++r) {
-            const I row = broadcast4(a + r * stride);
-#pragma GCC unroll 16
-            for (int t = 0; t < NN; ++t) acc[r][t] = Op::dot(acc[r][t], row, column[t]);
-        }
+        product_step<Op, RR, NN>(a, stride, b, acc);
         a += 4;
         b += columns * 4;
     } while (--groups);
@@ -343,11 +352,12 @@ inline void plain_weights(const Queries& q, int64_t row, F (&s)[RR][kVectors], f
 #pragma GCC unroll 16
     for (int r = 0; r < RR; ++r) {
         const float slope = q.scale[row + r] * kLog2e, peak = most[r] * slope;
-        const F slopes = set(slope), shift = set(-peak);
+        // Differences first: scores of thousands keep their weights' precision.
+        const F slopes = set(slope), tops = set(most[r]), least = set(-126 / slope);
         F weight[kVectors];
 #pragma GCC unroll 16
         for (int t = 0; t < kVectors; ++t) {
-            weight[t] = exp2v<kUnit>(at_least_m126(fma(s[r][t], slopes, shift)));
+            weight[t] = exp2v<kUnit>(at_least(s[r][t] - tops, least), slopes);
             if constexpr (Partial) weight[t] = where(mask(q.word[row + r], t), weight[t], set(0.0f));
             total[r] = t == 0 ? weight[0] : total[r] + weight[t];
         }
@@ -405,25 +415,145 @@ inline void int8_values(const State& state, int64_t row, const Weights<RR>& weig
     });
 }
 
-// Rows first..last in INT8 over one block. The next tile's scores are computed between a tile's weights and its values:
-// they depend on neither, so the processor fills the weights' latencies with them.
+#if defined(__AVX512F__)
+// Weights of a row tile that sees the whole block, in steps that run between the products of the next tile: those keep
+// the multipliers busy and these the adders. Constants stay in memory, where an instruction can broadcast them from: the
+// registers hold the products' sums.
+struct Exponentials {
+    alignas(64) float score[R * kBlock];   // without the row's scale and offset
+    alignas(64) int32_t code[R * kBlock];
+    alignas(64) float total[R * W];
+    float slope[R * kVectors], shift[R * kVectors];  // by vector
+};
+
+inline void begin(const Queries& q, const State& state, int64_t row, const int32_t (&sums)[R][kBlock],
+                  const float* key_scale, Exponentials& e, float (&factor)[R]) {
+    F top[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+        for (int t = 0; t < kVectors; ++t) {
+            const F s = to_float(load_i(&sums[r][t * W])) * load(key_scale + t * W);
+            store(e.score + r * kBlock + t * W, s);
+            top[r] = t == 0 ? s : max(top[r], s);
+        }
+        store(e.total + r * W, set(0.0f));
+    }
+    float most[R], maximum[R];
+    largest_of_rows<R>(top, most);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        const float slope = q.scale[row + r] * kLog2e, peak = most[r] * slope;
+        for (int t = 0; t < kVectors; ++t) {
+            e.slope[r * kVectors + t] = slope;
+            e.shift[r * kVectors + t] = -peak;
+        }
+        maximum[r] = peak + q.offset[row + r] * kLog2e;
+    }
+    state.admit<R>(row, maximum, factor);
+}
+
+// exp2v<kUnit>, and the constants it takes.
+alignas(64) const float kExponential[] = {12582912.0f,           kUnit * 1.32647273e-3f, kUnit * 9.6715127e-3f,
+                                          kUnit * 5.55073374e-2f, kUnit * 2.40222421e-1f, kUnit * 6.93146978e-1f,
+                                          kUnit * 1.0f,           -126.0f};
+
+inline __attribute__((always_inline)) void step(Exponentials& e, int64_t v, const float* c) {
+    F y = fma(load(e.score + v * W), set(e.slope[v]), set(e.shift[v]));
+    y = from_bits(_mm512_min_epu32(bits(y), bits(set(c[7]))));
+    const F z = y + set(c[0]), f = y - (z - set(c[0]));
+    F p = fma(set(c[1]), f, set(c[2]));
+    p = fma(p, f, set(c[3]));
+    p = fma(p, f, set(c[4]));
+    p = fma(p, f, set(c[5]));
+    p = fma(p, f, set(c[6]));
+    const F weight = from_bits(add_i(bits(p), shl<23>(bits(z))));
+    float* total = e.total + v / kVectors * W;
+    store(total, load(total) + weight);
+    store_i(e.code + v * W, to_int(weight));
+}
+
+inline void finish(const State& state, int64_t row, Exponentials& e, Weights<R>& out) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        I code[kVectors];
+        for (int t = 0; t < kVectors; ++t) code[t] = load_i(e.code + r * kBlock + t * W);
+        store_weights(out.codes[r], code);
+        float* sum = state.sum + (row + r) * W;
+        store(sum, fma(load(e.total + r * W), set(out.factor[r]), load(sum)));
+    }
+}
+
+// The scores of the row tile at `row` and, between them, the weights of the tile before it.
+inline void sums_between(const Queries& q, int64_t row, const uint8_t* keys, int64_t groups, Exponentials& e,
+                         int32_t (&out)[R][kBlock]) {
+    static_assert(kVectors == NV, "one register tile covers a block's scores");
+    const float* constants = kExponential;
+    asm("" : "+r"(constants));
+    const uint8_t* a = q.cells + row * q.stride;
+    const int64_t stride = q.stride;
+    I acc[R][NV];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+        for (int t = 0; t < NV; ++t) acc[r][t] = set_i(kKeyStart * q.code_sum[row + r]);
+    }
+    const int64_t both = smaller(groups, R * kVectors);
+    for (int64_t v = 0; v < both; ++v) {
+        step(e, v, constants);
+        asm volatile("");  // or the compiler makes two loops of it
+        product_step<KeysOp, R, NV>(a, stride, keys, acc);
+        a += 4;
+        keys += kBlock * 4;
+    }
+    for (int64_t v = both; v < R * kVectors; ++v) step(e, v, constants);
+    for (int64_t g = both; g < groups; ++g) {
+        product_step<KeysOp, R, NV>(a, stride, keys, acc);
+        a += 4;
+        keys += kBlock * 4;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+        for (int t = 0; t < NV; ++t) store_i(&out[r][t * W], acc[r][t]);
+    }
+}
+
+// Rows first..last, whole tiles that see the whole block.
+inline void int8_whole(const Queries& q, const State& state, int64_t first, int64_t last, const uint8_t* keys,
+                       const float* key_scale, int64_t groups, const uint8_t* values, const float* value_scale) {
+    alignas(64) int32_t sums[R][kBlock];
+    Exponentials e;
+    Weights<R> weights;
+    int8_sums<R>(q, first, keys, groups, sums);
+    for (int64_t row = first; row < last; row += R) {
+        begin(q, state, row, sums, key_scale, e, weights.factor);
+        if (row + R < last) {
+            sums_between(q, row + R, keys, groups, e, sums);
+        } else {
+            for (int64_t v = 0; v < R * kVectors; ++v) step(e, v, kExponential);
+        }
+        finish(state, row, e, weights);
+        int8_values<R>(state, row, weights, values, value_scale);
+    }
+}
+#endif
+
+// Rows first..last in INT8 over one block.
 template <bool General>
 inline void int8_block(const Queries& q, const State& state, int64_t first, int64_t last, const uint8_t* keys,
                        const float* key_scale, int64_t groups, const uint8_t* values, const float* value_scale) {
-    if (first + R <= last) {
-        alignas(64) int32_t sums[R][kBlock];
-        Weights<R> weights;
-        int8_sums<R>(q, first, keys, groups, sums);
-        for (;;) {
-            int8_weights<R, General>(q, state, first, sums, key_scale, weights);
-            const int64_t row = first;
-            first += R;
-            const bool more = first + R <= last;
-            if (more) int8_sums<R>(q, first, keys, groups, sums);
-            int8_values<R>(state, row, weights, values, value_scale);
-            if (!more) break;
+#if defined(__AVX512F__)
+    if constexpr (!General) {
+        const int64_t whole = first + (last - first) / R * R;
+        uint64_t all = ~uint64_t{0};
+        for (int64_t r = first; r < whole; ++r) all &= q.word[r];
+        if (whole > first && all == ~uint64_t{0}) {
+            int8_whole(q, state, first, whole, keys, key_scale, groups, values, value_scale);
+            first = whole;
         }
     }
+#endif
     over_rows(first, last, [&](int64_t row, auto n) {
         alignas(64) int32_t sums[n][kBlock];
         Weights<n> weights;

@@ -1,0 +1,335 @@
+"""The CPU kernels against PyTorch, side by side.
+
+    OMP_WAIT_POLICY=passive python kernels/bench/run.py [--json FILE] [--only NAME]
+
+In each case all formulations alternate in one process, and medians are compared. "best torch" is the fastest of several
+formulations of the same attention in PyTorch, "as transformers" what a bfloat16 model executes. Ours pays for its
+quantization inside the time. Before anything is timed the kernel has to keep its error budget on smaller inputs of the
+same kind (error(kernel) <= 2 x error(reference in the same type), both against float64); one that does not is not timed.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import model
+
+from quantsink.kernels import Route, sink_attention
+from quantsink.kernels.coded_attention import CodedKV, coded_attention
+from quantsink.kernels.coded_attention import reference as coded_reference
+from quantsink.kernels.cpu import library
+from quantsink.kernels.sink_attention.reference import Rule, reference
+
+Row = dict[str, Any]
+Calls = dict[str, Callable[[], Any]]
+INT8, SINK, NATIVE = Route.INT8, Route.SINK, Route.NATIVE
+MIXED = (INT8, SINK, NATIVE, INT8, SINK, INT8, INT8, SINK, NATIVE)
+"""One head in three `sink`, two of nine `native`."""
+BUDGET = 2.0
+GATE_SEEDS = 6
+COPIES = 6
+"""A decoding step reads one of so many caches in turn, so that none is still in the processor's cache."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--only", choices=CASES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--repeats", type=int, default=11)
+    args = parser.parse_args()
+    kernels = library()
+    if kernels is None:
+        raise SystemExit("kernels/bench/run.py: the C++ kernels were not built; `make kernels` builds them")
+
+    rows = []
+    for name in args.only or CASES:
+        row = {"name": name, **measured(name, args.repeats)}
+        rows.append(row)
+        print(line(row), flush=True)
+    if args.json:
+        machine = {"isa": kernels.isa(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        args.json.write_text(json.dumps({**machine, "rows": rows}, indent=2) + "\n")
+    if any(row["gate"] != "passed" for row in rows):
+        raise SystemExit(1)
+
+
+@torch.inference_mode()
+def measured(name: str, repeats: int) -> Row:
+    torch.manual_seed(0)
+    return CASES[name](repeats)
+
+
+def line(row: Row) -> str:
+    if row["gate"] != "passed":
+        return f"{row['name']:20} not timed, {row['gate']}"
+    times = "  ".join(
+        f"{key.removesuffix('_ms').replace('_', ' ')} {value:.3f} ms"
+        for key, value in row.items()
+        if key.endswith("_ms") and value is not None
+    )
+    return f"{row['name']:20} ratio {row['ratio']:.2f}   {times}"
+
+
+def alternate(calls: Calls, repeats: int) -> dict[str, float]:
+    """Median milliseconds of each."""
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def compared(times: dict[str, float], gate: str, **more: Any) -> Row:
+    """The row of a case in which `ours` stands beside formulations in PyTorch, `as transformers` among them."""
+    torch_times = {name: ms for name, ms in times.items() if name != "ours"}
+    best = min(torch_times, key=lambda name: torch_times[name])
+    return {
+        "ours_ms": times["ours"],
+        "best_torch_ms": torch_times[best],
+        "as_transformers_ms": times["as transformers"],
+        "ratio": torch_times[best] / times["ours"],
+        "gate": gate,
+        "best_torch": best,
+        **more,
+    }
+
+
+def failed(gate: str) -> Row:
+    return {"ours_ms": None, "best_torch_ms": None, "as_transformers_ms": None, "ratio": None, "gate": gate}
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().pow(2).mean().sqrt())
+
+
+def within_budget(cases: list[tuple[Tensor, Tensor, Tensor]]) -> str:
+    """Kernel, yardstick and truth of several cases, pooled: one rounded code more or less decides a single case."""
+    kernel = math.sqrt(sum(rms(k.double() - t) ** 2 for k, _, t in cases))
+    yardstick = math.sqrt(sum(rms(y.double() - t) ** 2 for _, y, t in cases))
+    if all(bool(k.isfinite().all()) for k, _, _ in cases) and kernel <= BUDGET * yardstick:
+        return "passed"
+    return f"failed: error {kernel:.3g} exceeds {BUDGET} x {yardstick:.3g}"
+
+
+# ---- prefill
+
+
+def inputs(heads: int, kv_heads: int, head_dim: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """bfloat16, with a mean key and one key that stands out, as a sink's does."""
+    query = torch.randn(1, heads, queries, head_dim)
+    key = torch.randn(1, kv_heads, keys, head_dim) + torch.randn(1, kv_heads, 1, head_dim)
+    key[:, :, 0] *= 3
+    value = torch.randn(1, kv_heads, keys, head_dim)
+    return query.bfloat16(), key.bfloat16(), value.bfloat16()
+
+
+def module(heads: int, kv_heads: int) -> Any:
+    """What transformers' attention functions want to know of a model's attention."""
+    attention: Any = torch.nn.Module()
+    attention.num_key_value_groups = heads // kv_heads
+    attention.is_causal = True
+    return attention
+
+
+def prefill_gate(heads: int, kv_heads: int, head_dim: int, routes: Tensor) -> str:
+    rule = Rule(head_dim**-0.5, 1, True, "block", 64, 0.0, None, None, None)
+    for dtype in (torch.float32, torch.bfloat16):
+        cases = []
+        for seed in range(GATE_SEEDS):
+            torch.manual_seed(seed)
+            query, key, value = (x.to(dtype) for x in inputs(heads, kv_heads, head_dim, 200, 330))
+            mean = key.float().mean((0, 2))
+            exact = [x.double() for x in (query, key, value)]
+            truth = reference(*exact, None, routes, mean.double(), None, rule)
+            yardstick = reference(query, key, value, None, routes, mean, None, rule)
+            ours = sink_attention(query, key, value, routes=routes, key_mean=mean, scaling=rule.scaling)
+            cases.append((ours, yardstick, truth))
+        gate = within_budget(cases)
+        if gate != "passed":
+            return f"{gate} in {dtype}"
+    return "passed"
+
+
+def prefill(heads: int, kv_heads: int, head_dim: int, length: int, routes: tuple[Route, ...], repeats: int) -> Row:
+    routes_of = torch.tensor(routes, dtype=torch.uint8)
+    gate = prefill_gate(heads, kv_heads, head_dim, routes_of)
+    if gate != "passed":
+        return failed(gate)
+    query, key, value = inputs(heads, kv_heads, head_dim, length, length)
+    mean, scaling = key.float().mean((0, 2)), head_dim**-0.5
+    attention = module(heads, kv_heads)
+    # Repeating the keys costs PyTorch nothing here.
+    group = heads // kv_heads
+    repeated = {
+        dtype: [query.to(dtype), *(x.to(dtype).repeat_interleave(group, 1) for x in (key, value))]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    calls: Calls = {
+        "ours": lambda: sink_attention(query, key, value, routes=routes_of, key_mean=mean, scaling=scaling),
+        "as transformers": lambda: sdpa_attention_forward(attention, query, key, value, None, scaling=scaling),
+        "SDPA float32": lambda: scaled_dot_product_attention(*repeated[torch.float32], is_causal=True),
+        "SDPA bfloat16": lambda: scaled_dot_product_attention(*repeated[torch.bfloat16], is_causal=True),
+    }
+    return compared(alternate(calls, repeats), gate)
+
+
+def mixed_overhead(repeats: int) -> Row:
+    """A mixed launch against the head-weighted sum of launches with one route each."""
+    heads, kv_heads, head_dim, length = 9, 3, 64, 4096
+    gate = prefill_gate(heads, kv_heads, head_dim, torch.tensor(MIXED, dtype=torch.uint8))
+    if gate != "passed":
+        return failed(gate)
+    query, key, value = inputs(heads, kv_heads, head_dim, length, length)
+    mean = key.float().mean((0, 2))
+
+    def run(routes: tuple[Route, ...]) -> Callable[[], Tensor]:
+        tensor = torch.tensor(routes, dtype=torch.uint8)
+        return lambda: sink_attention(query, key, value, routes=tensor, key_mean=mean, scaling=head_dim**-0.5)
+
+    times = alternate({"mixed": run(MIXED), **{route.name: run((route,) * heads) for route in Route}}, repeats)
+    parts = sum(times[route.name] * MIXED.count(route) / heads for route in Route)
+    return {
+        "ours_ms": times["mixed"],
+        "best_torch_ms": None,
+        "as_transformers_ms": None,
+        "ratio": times["mixed"] / parts,
+        "gate": gate,
+        "parts_ms": parts,
+        **{f"all_{route.name.lower()}_ms": times[route.name] for route in Route},
+    }
+
+
+# ---- decode
+
+
+def decode_gate(bits: int, heads: int, kv_heads: int, head_dim: int) -> str:
+    routes = torch.zeros(heads, dtype=torch.uint8)
+    rule = Rule(head_dim**-0.5, 1, True, "block", 64, 0.0, None, None, None)
+    for dtype in (torch.float32, torch.bfloat16):
+        cases = []
+        for seed in range(4 * GATE_SEEDS):
+            torch.manual_seed(seed)
+            query, key, value = (x.to(dtype) for x in inputs(heads, kv_heads, head_dim, 2, 700))
+            codes = CodedKV.encode(key, value, bits=bits)
+            truth = coded_reference(query.double(), codes, None, routes, rule)
+            yardstick = coded_reference(query, codes, None, routes, rule)
+            cases.append((coded_attention(query, codes, routes=routes, scaling=rule.scaling), yardstick, truth))
+        gate = within_budget(cases)
+        if gate != "passed":
+            return f"{gate} in {dtype}"
+    return "passed"
+
+
+class InTurn:
+    """The next of several things at each call."""
+
+    def __init__(self, things: list[Any]) -> None:
+        self.things, self.at = things, 0
+
+    def __call__(self) -> Any:
+        self.at = (self.at + 1) % len(self.things)
+        return self.things[self.at]
+
+
+def clone(codes: CodedKV) -> CodedKV:
+    tensors = {f.name: getattr(codes, f.name) for f in dataclasses.fields(codes)}
+    return CodedKV(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in tensors.items()})
+
+
+def decode(bits: int, repeats: int) -> Row:
+    heads, kv_heads, head_dim, keys = 9, 3, 64, 32768
+    gate = decode_gate(bits, heads, kv_heads, head_dim)
+    if gate != "passed":
+        return failed(gate)
+    query, key, value = inputs(heads, kv_heads, head_dim, 1, keys)
+    scaling, routes = head_dim**-0.5, torch.zeros(heads, dtype=torch.uint8)
+    codes = CodedKV.encode(key, value, bits=bits)
+    caches = InTurn([clone(codes) for _ in range(COPIES * 8 // bits)])
+    plain = InTurn([(key.clone(), value.clone()) for _ in range(COPIES)])
+    floats = InTurn([(key.float(), value.float()) for _ in range(COPIES)])
+    attention = module(heads, kv_heads)
+    rows = query.view(1, kv_heads, heads // kv_heads, head_dim)
+
+    def grouped(query: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
+        scores = (query @ pair[0].transpose(-1, -2)).float() * scaling
+        return scores.softmax(-1).to(query.dtype) @ pair[1]
+
+    def sdpa() -> Tensor:
+        return scaled_dot_product_attention(query, *plain(), enable_gqa=True)
+
+    calls: Calls = {
+        "ours": lambda: coded_attention(query, caches(), routes=routes, scaling=scaling),
+        "as transformers": lambda: sdpa_attention_forward(attention, query, *plain(), None, scaling=scaling),
+        "SDPA bfloat16": sdpa,
+        "grouped matmul bfloat16": lambda: grouped(rows, plain()),
+        "grouped matmul float32": lambda: grouped(rows.float(), floats()),
+    }
+    times = alternate(calls, 4 * repeats + 1)
+    size = sum(
+        x.numel() * x.element_size() for x in vars(codes).values() if isinstance(x, Tensor)
+    )
+    read, speed = size / times["ours"] / 1e6, read_bandwidth()
+    return compared(
+        times,
+        gate,
+        over_transformers=times["as transformers"] / times["ours"],
+        gb_per_s=read,
+        machine_gb_per_s=speed,
+        bandwidth_share=read / speed,
+    )
+
+
+def read_bandwidth() -> float:
+    """GB/s at which all threads read memory that no cache holds: the best of PyTorch's reductions and our own loop."""
+    memory = torch.zeros(2**26, dtype=torch.int64)
+    kernels = library()
+    assert kernels is not None
+    calls: Calls = {
+        "sum": memory.sum,
+        "max": memory.max,
+        "loop": lambda: kernels.read(memory.data_ptr(), memory.nbytes, torch.get_num_threads()),
+    }
+    return float(memory.nbytes / min(alternate(calls, 9).values()) / 1e6)
+
+
+# ---- the whole model
+
+
+def whole_model(name: str, repeats: int) -> Row:
+    with torch.inference_mode(False):
+        (row,) = model.measure([name], repeats=repeats)
+    return {key: value for key, value in row.items() if key != "name"}
+
+
+CASES: dict[str, Callable[[int], Row]] = {
+    "prefill_int8_4096": lambda repeats: prefill(9, 3, 64, 4096, (INT8,) * 9, repeats),
+    "prefill_mixed_4096": lambda repeats: prefill(9, 3, 64, 4096, MIXED, repeats),
+    "decode_8bit_32k": lambda repeats: decode(8, repeats),
+    "decode_4bit_32k": lambda repeats: decode(4, repeats),
+    "prefill_d128_2048": lambda repeats: prefill(32, 8, 128, 2048, (INT8,) * 32, repeats),
+    "model_prefill": lambda repeats: whole_model("model_prefill", repeats),
+    "model_decode": lambda repeats: whole_model("model_decode", repeats),
+    "mixed_overhead": mixed_overhead,
+}
+
+
+if __name__ == "__main__":
+    main()
