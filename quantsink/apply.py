@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantsink.architecture import Architecture
+from quantsink.architecture import Architecture, output_head
 from quantsink.attention import NAME, TABLE, AttentionTable
 from quantsink.context import TokenContext
 from quantsink.errors import ModelError, QuantSinkError
 from quantsink.linear import QuantizedLinear
-from quantsink.plan import Plan
+from quantsink.plan import Plan, head_plan
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -25,6 +25,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     architecture = Architecture.of(model)
     modules = dict(model.named_modules())
     _check_plan(architecture, plan, modules)
+    head = check_head(model) if plan.recipe.output_head == "int8" else None
     context = TokenContext(plan.sink_size)
     context.attach(modules[architecture.decoder])
     for layer in architecture.attentions:
@@ -34,6 +35,9 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     with torch.no_grad():
         for name, linear_plan in plan.linears.items():
             replace(model, name, QuantizedLinear.of(name, modules[name], linear_plan, context))
+        if head is not None:
+            replace(model, head, QuantizedLinear.of(head, modules[head], head_plan(plan.recipe), context))
+            untie(model, head)
     if plan.attentions:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
     return model
@@ -59,6 +63,27 @@ def _check_plan(architecture: Architecture, plan: Plan, modules: dict[str, Any])
             raise QuantSinkError(f"{name}: the plan is for another size; calibrate this model again")
         if not (0 < linear.input_scale < math.inf and 0 < linear.sink_scale < math.inf):
             raise QuantSinkError(f"{name}: the plan's scales must be positive and finite; calibrate this model again")
+
+
+def check_head(model: Any) -> str:
+    """The name of an output head that can be quantized.
+
+    Raises:
+        QuantSinkError: there is none, or it is no plain linear layer.
+    """
+    name = output_head(model)
+    if name is None or type(model.get_submodule(name)) is not nn.Linear:
+        raise QuantSinkError(
+            f"{type(model).__name__}: its output head is no plain linear layer; use a recipe with output_head: native"
+        )
+    return name
+
+
+def untie(model: Any, head: str) -> None:
+    """Let `head` keep weights of its own, in this model and in what loads its config."""
+    model.config.tie_word_embeddings = False
+    tied = getattr(model, "all_tied_weights_keys", {})
+    model.all_tied_weights_keys = {k: v for k, v in tied.items() if not k.startswith(f"{head}.")}
 
 
 def check_unquantized(model: nn.Module) -> None:

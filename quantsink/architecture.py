@@ -96,6 +96,12 @@ class Architecture:
         return cls(kind, name, found, linears)
 
 
+def output_head(model: Any) -> str | None:
+    """Dotted name of the linear layer that gives the logits; None where there is none."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
 def _config_heads(config: Any) -> tuple[int, int | None]:
     text = config.get_text_config(decoder=True)
     try:

@@ -47,7 +47,9 @@ def model_card(
     ]
     r = plan.recipe
     lines += ["| part | what was done |", "|---|---|"]
-    lines += [f"| weights | {r.weights}, {len(plan.linears)} linear layers; embeddings and output head native |"]
+    lines += [
+        f"| weights | {r.weights}, {len(plan.linears)} linear layers; embeddings native, output head {r.output_head} |"
+    ]
     lines += [f"| activations | {r.activations.kind}, {r.activations.native_columns:.1%} of input columns native |"]
     if plan.attentions:
         heads = ", ".join(f"{plan.count(route)} {route.name.lower()}" for route in Route)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quantsink.context import TokenContext
 from quantsink.errors import QuantSinkError
-from quantsink.kernels.int8_linear import int8_linear, quantize_per_channel, quantize_per_token, quantize_static
+from quantsink.kernels import Layer, quantize_per_channel, quantized_linear
 from quantsink.plan import LinearPlan
 
 
@@ -62,21 +62,29 @@ class QuantizedLinear(nn.Module):
                 self.register_buffer("sink_scale", torch.empty(1, dtype=torch.float32))
 
     @classmethod
-    def of(cls, name: str, linear: nn.Linear, plan: LinearPlan, context: TokenContext) -> "QuantizedLinear":
-        """Quantize one layer; weights go to symmetric INT8 per output channel, native slices are kept as they are."""
-        weight = linear.weight.detach()
-        with torch.device(weight.device):
-            new = cls(
+    def empty(
+        cls, name: str, linear: nn.Linear, plan: LinearPlan, rows: int, columns: int, context: TokenContext
+    ) -> "QuantizedLinear":
+        """In place of `linear`, on its device, with tensors that hold nothing yet."""
+        weight = linear.weight
+        with weight.device:
+            return cls(
                 name,
                 (weight.shape[0], weight.shape[1]),
                 activations=plan.activations,
                 sink_rows=plan.sink_rows,
-                rows=len(plan.native_rows),
-                columns=len(plan.native_columns),
+                rows=rows,
+                columns=columns,
                 context=context,
                 dtype=weight.dtype,
                 bias=linear.bias is not None,
             )
+
+    @classmethod
+    def of(cls, name: str, linear: nn.Linear, plan: LinearPlan, context: TokenContext) -> "QuantizedLinear":
+        """Quantize one layer; weights go to symmetric INT8 per output channel, native slices are kept as they are."""
+        weight = linear.weight.detach()
+        new = cls.empty(name, linear, plan, len(plan.native_rows), len(plan.native_columns), context)
         rest = weight.clone()
         if plan.native_rows:
             index = torch.tensor(plan.native_rows, device=weight.device)
@@ -102,44 +110,26 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.activations != "native" and torch.is_grad_enabled() and x.requires_grad:
             raise QuantSinkError(f"{self.name}: INT8 inputs have no gradient; call the model under torch.no_grad()")
-        flat = x.reshape(-1, self.in_features)
-        rest, columns = flat, None
-        if self.columns:
-            index = self.native_column_index.long()
-            columns = flat[:, index]
-            rest = flat.index_fill(1, index, 0)
-        y = self._int8(rest, x.shape)
-        if columns is not None:
-            y += columns.float() @ self.native_columns.float().t()
-        if self.rows:
-            y[:, self.native_row_index.long()] = (flat @ self.native_rows.t()).float()
-        if self.bias is not None:
-            y += self.bias
-        return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        sink = None
+        if self.activations != "native" and self.sink_rows != "plain":
+            sink = self.context.sink_rows(x.shape, self.name)
+        y = quantized_linear(x.reshape(-1, self.in_features), sink, self._layer())
+        return y.reshape(*x.shape[:-1], self.out_features)
 
-    def _int8(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """`[M, N]` in float32: the part of the product that has INT8 weights."""
-        if self.activations == "native":
-            return self._dequantized(x)
-        sink = None if self.sink_rows == "plain" else self.context.sink_rows(shape, self.name)
-        if self.activations == "per_token":
-            codes, scale = quantize_per_token(x)
-        else:
-            scale = self.input_scale.view(1, 1)
-            if sink is not None and self.sink_rows == "table":
-                scale = scale.repeat(len(x), 1)
-                scale[sink] = self.sink_scale
-            codes = quantize_static(x, scale)
-            scale = scale + x.float().sum(-1, keepdim=True) * 0  # a row with NaN or inf stays visible
-        y = int8_linear(codes, self.weight, scale, self.weight_scale)
-        if sink is not None and self.sink_rows == "native":
-            y[sink] = self._dequantized(x[sink])
-        return y
-
-    def _dequantized(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float16:
-            x = x.float()  # codes up to 127 times a massive activation would pass float16's 65,504
-        return (x @ self.weight.to(x.dtype).t()).float() * self.weight_scale
+    def _layer(self) -> Layer:
+        found = self._buffers.get
+        return Layer(
+            self.weight,
+            self.weight_scale,
+            found("bias"),
+            found("native_rows"),
+            found("native_row_index"),
+            found("native_columns"),
+            found("native_column_index"),
+            found("input_scale"),
+            found("sink_scale"),
+            self.activations,
+        )
 
     def extra_repr(self) -> str:
         return (

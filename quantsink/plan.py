@@ -7,7 +7,7 @@ from typing import Literal
 from quantsink.kernels import Route
 from quantsink.recipe import Recipe
 
-__all__ = ["AttentionPlan", "LinearPlan", "Plan", "Route"]
+__all__ = ["AttentionPlan", "LinearPlan", "Plan", "Route", "head_plan"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ class LinearPlan:
     """Static scale of ordinary rows."""
     sink_scale: float = 1.0
     """Static scale of the sink tokens' rows."""
+
+
+def head_plan(recipe: Recipe) -> LinearPlan:
+    """The output head's: no calibration watches its inputs, and it need not see every token of a pass."""
+    return LinearPlan("native" if recipe.activations.kind == "native" else "per_token", "plain")
 
 
 @dataclass(frozen=True)

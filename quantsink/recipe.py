@@ -63,6 +63,9 @@ class Recipe:
     """
 
     weights: Literal["int8", "native"] = "int8"
+    output_head: Literal["native", "int8"] = "native"
+    """`int8`: the output head too, weights per output channel, its inputs per token (native where `activations` are). A
+    head that shares the embedding's weights gets its own; the embedding stays native."""
     activations: Activations = field(default_factory=Activations)
     attention: Attention = field(default_factory=Attention)
     sink_size: int | None = None
@@ -77,6 +80,7 @@ class Recipe:
     def __post_init__(self) -> None:
         a, t = self.activations, self.attention
         _check(self.weights == "int8" or a.kind == "native", "weights: native weights need activations.kind: native")
+        _check(self.weights == "int8" or self.output_head == "native", "output_head: int8 needs weights: int8")
         _check(0 <= a.native_columns < 1, "activations.native_columns: a share of the columns, from 0 to below 1")
         _check(
             a.sink_rows != "table" or a.kind == "static", "activations.sink_rows: table needs activations.kind: static"

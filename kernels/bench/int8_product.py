@@ -1,4 +1,5 @@
-"""What an INT8 product costs: PyTorch's, bitsandbytes', and the floating-point products they replace.
+"""What an INT8 product costs: PyTorch's, bitsandbytes', and the floating-point products they replace. Beside them the
+whole quantized layer in one call (`layer`): bfloat16 in and out, quantization, scales and 1 % native columns included.
 
     python kernels/bench/int8_product.py [--json FILE]
 
@@ -16,7 +17,9 @@ import bitsandbytes  # noqa: F401  (registers its operators)
 import torch
 from torch import Tensor
 
-ROWS = (1, 32, 512, 1024)
+from quantsink.kernels import Layer, quantize_per_channel, quantized_linear
+
+ROWS = (1, 8, 32, 512, 1024)
 SHAPES = {"q_proj, o_proj": (576, 576), "k_proj, v_proj": (192, 576), "gate, up": (1536, 576), "down": (576, 1536)}
 
 
@@ -47,7 +50,11 @@ def measure(m: int, n: int, k: int, repeats: int, device: torch.device) -> dict[
     x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
     x16, w16 = x.bfloat16(), w.bfloat16()
     x8, w8 = (torch.randint(-127, 128, shape, dtype=torch.int8, device=device) for shape in ((m, k), (n, k)))
+    codes, scale = quantize_per_channel(w)
+    index = torch.arange(0, k, 100, dtype=torch.int32, device=device)
+    layer = Layer(codes, scale, native_columns=w16[:, index.long()].contiguous(), native_column_index=index)
     products: dict[str, Callable[[], Tensor]] = {
+        "layer": lambda: quantized_linear(x16, None, layer),
         "int_mm": lambda: torch._int_mm(x8, w8.t()),
         "bitsandbytes": lambda: torch.ops.bitsandbytes.int8_linear_matmul(x8, w8),
         "fp32": lambda: x @ w.t(),

@@ -4,8 +4,9 @@
 
 In each case all formulations alternate in one process, and medians are compared. "best torch" is the fastest of several
 formulations of the same attention in PyTorch, "as transformers" what a bfloat16 model executes. Ours pays for its
-quantization inside the time. Before anything is timed the kernel has to keep its error budget on smaller inputs of the
-same kind (error(kernel) <= 2 x error(reference in the same type), both against float64); one that does not is not timed.
+quantization inside the time. Before anything is timed the kernel has to keep its error budget on smaller inputs of
+the same kind (error(kernel) <= 2 x error(reference in the same type), both against float64); one that does not is not
+timed.
 """
 
 import argparse
@@ -283,9 +284,7 @@ def decode(bits: int, repeats: int) -> Row:
         "grouped matmul float32": lambda: grouped(rows.float(), floats()),
     }
     times = alternate(calls, 4 * repeats + 1)
-    size = sum(
-        x.numel() * x.element_size() for x in vars(codes).values() if isinstance(x, Tensor)
-    )
+    size = sum(x.numel() * x.element_size() for x in vars(codes).values() if isinstance(x, Tensor))
     read, speed = size / times["ours"] / 1e6, read_bandwidth()
     return compared(
         times,

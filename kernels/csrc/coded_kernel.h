@@ -2,8 +2,9 @@
 // Included once per instruction set, after attention_kernel.h.
 //
 // A key is zero + scale * code with one scale and zero point per (block of 64 keys, channel), a value the same per (key,
-// group of 64 channels). So q.k = sum (q * scale) code + q.zero: the query is scaled and rounded to INT8 for each block,
-// and a block's weights take their values' scales on before they are rounded to INT8.
+// group of 64 channels). With m the middle code, q.k = sum (q * scale) (code - m) + q.(zero + m scale): the query is
+// scaled and rounded to INT8 for each block, and a block's weights take their values' scales on before they are rounded
+// to INT8. Only what the rounding multiplies is centred: the middle is computed exactly.
 //
 // Cells of 4 codes in 8 bits: keys [head_dim / 4][64 keys], values [16][value_dim]. In 4 bits a byte holds the code of a
 // cell in its low half and that of the next cell in its high half.
@@ -15,6 +16,8 @@ namespace quantsink {
 namespace {
 
 constexpr int kGroup = 64;  // channels that share a value's scale
+
+template <int Bits> constexpr int kMiddle = 1 << (Bits - 1);
 
 template <int Bits> inline int64_t code_bytes(int64_t channels) { return kBlock * channels * Bits / 8; }
 
@@ -57,9 +60,20 @@ struct Codes {
     const uint16_t* value_zero;
 };
 
+// What products of codes with numbers start at, given the numbers' sums lane by lane.
+template <int Bits, int RR> inline void starts(const I (&sum)[RR], int32_t (&start)[RR]) {
+    F lanes[RR];
+    float all[RR];
+#pragma GCC unroll 16
+    for (int r = 0; r < RR; ++r) lanes[r] = to_float(sum[r]);
+    sums_of_rows<RR>(lanes, all);
+#pragma GCC unroll 16
+    for (int r = 0; r < RR; ++r) start[r] = (kCodeStart - kMiddle<Bits>) * static_cast<int32_t>(all[r]);
+}
+
 // `rows` of numbers, `stride` apart, times `scale` -> INT8 codes in the rows of `to`; what a code stands for in `step`.
-// `dot` becomes rows . zero, and `start` what sums of products with the codes start at.
-template <int RR>
+// `dot` becomes rows . (zero + middle scale), and `start` what sums of products with the codes start at.
+template <int Bits, int RR>
 inline void encode_scaled(const float* rows, int64_t stride, int64_t width, const float* scale, const float* zero,
                           int8_t* to, float (&step)[RR], float (&dot)[RR], int32_t (&start)[RR]) {
     F most[RR], product[RR], inverse[RR];
@@ -70,7 +84,7 @@ inline void encode_scaled(const float* rows, int64_t stride, int64_t width, cons
         sum[r] = set_i(0);
     }
     for (int64_t d = 0; d < width; d += W) {
-        const F s = load(scale + d), z = load(zero + d);
+        const F s = load(scale + d), z = fma(s, set(kMiddle<Bits>), load(zero + d));
 #pragma GCC unroll 16
         for (int r = 0; r < RR; ++r) {
             const F x = load(rows + r * stride + d);
@@ -91,11 +105,11 @@ inline void encode_scaled(const float* rows, int64_t stride, int64_t width, cons
 #pragma GCC unroll 16
         for (int r = 0; r < RR; ++r) {
             const I code = to_int(load(rows + r * stride + d) * s * inverse[r]);
-            if constexpr (kCodeStart != 0) sum[r] = add_i(sum[r], code);
+            sum[r] = add_i(sum[r], code);
             store_bytes(to + r * stride + d, code);
         }
     }
-    for (int r = 0; r < RR; ++r) start[r] = kCodeStart ? kCodeStart * static_cast<int32_t>(hsum(to_float(sum[r]))) : 0;
+    starts<Bits, RR>(sum, start);
 }
 
 // Scores of RR rows -> weights, 1 at each row's maximum (returned in log2).
@@ -139,13 +153,14 @@ inline void coded_weights(const Queries& q, int64_t row, const int32_t (&sums)[R
 }
 
 // The weights of one group of channels: scaled, rounded.
-template <int RR>
+template <int Bits, int RR>
 inline void encode_weights(const F (&weight)[RR][kVectors], const uint16_t* scale, const uint16_t* zero,
                            uint8_t (&codes)[RR][kBlock], float (&step)[RR], float (&base)[RR], int32_t (&start)[RR]) {
     F scaled[RR][kVectors], most[RR], zeros[RR];
+    I sum[RR];
 #pragma GCC unroll 16
     for (int t = 0; t < kVectors; ++t) {
-        const F s = load_half(scale + t * W), z = load_half(zero + t * W);
+        const F s = load_half(scale + t * W), z = fma(s, set(kMiddle<Bits>), load_half(zero + t * W));
 #pragma GCC unroll 16
         for (int r = 0; r < RR; ++r) {
             scaled[r][t] = weight[r][t] * s;
@@ -160,29 +175,28 @@ inline void encode_weights(const F (&weight)[RR][kVectors], const uint16_t* scal
     for (int r = 0; r < RR; ++r) {
         const F inverse = set(top[r] > 0 ? 127.0f / top[r] : 0.0f);
         step[r] = top[r] * (1.0f / 127);
-        I code[kVectors], sum = set_i(0);
+        I code[kVectors];
+        sum[r] = set_i(0);
 #pragma GCC unroll 16
         for (int t = 0; t < kVectors; ++t) {
             code[t] = to_int(scaled[r][t] * inverse);
-            if constexpr (kCodeStart != 0) sum = add_i(sum, code[t]);
+            sum[r] = add_i(sum[r], code[t]);
         }
         store_weights(codes[r], code);
-        start[r] = kCodeStart ? kCodeStart * static_cast<int32_t>(hsum(to_float(sum))) : 0;
     }
+    starts<Bits, RR>(sum, start);
 }
 
-// RR rows over one block of codes. `numbers` holds the rows as float32, `row_width` apart.
-template <int Bits, int RR, bool General>
-inline void coded_rows(const Queries& q, const State& state, int64_t row, const float* numbers, int64_t row_width,
-                       int64_t head_dim, int64_t value_dim, const Codes& block, const float* scale, const float* zero) {
-    alignas(64) int32_t sums[RR][kBlock];
-    alignas(64) uint8_t codes[RR][kBlock];
-    F weight[RR][kVectors], total[RR];
-    float slope[RR], offset[RR], maximum[RR], factor[RR], step[RR], base[RR];
+// Integer scores of RR rows over one block of codes: sums * slope + offset. `numbers` holds the rows as float32,
+// `row_width` apart.
+template <int Bits, int RR>
+inline void coded_sums(const Queries& q, int64_t row, const float* numbers, int64_t row_width, int64_t head_dim,
+                       const Codes& block, const float* scale, const float* zero, int32_t (&sums)[RR][kBlock],
+                       float (&slope)[RR], float (&offset)[RR]) {
     int32_t start[RR];
     uint8_t* cells = q.cells + row * row_width;
-    encode_scaled<RR>(numbers + row * row_width, row_width, row_width, scale, zero, reinterpret_cast<int8_t*>(cells), slope,
-                      offset, start);
+    encode_scaled<Bits, RR>(numbers + row * row_width, row_width, row_width, scale, zero, reinterpret_cast<int8_t*>(cells),
+                            slope, offset, start);
     for (int r = 0; r < RR; ++r) {
         slope[r] *= q.scaling;
         offset[r] *= q.scaling;
@@ -201,6 +215,35 @@ inline void coded_rows(const Queries& q, const State& state, int64_t row, const 
             for (int t = 0; t < NV; ++t) store_i(&sums[r][(v + t) * W], acc[r][t]);
         }
     }
+}
+
+// The largest visible score of RR rows in one block of codes, for the row clip.
+template <int Bits, int RR>
+inline void coded_tops(const Queries& q, int64_t row, const float* numbers, int64_t row_width, int64_t head_dim,
+                       const Codes& block, const float* scale, const float* zero, float* top) {
+    alignas(64) int32_t sums[RR][kBlock];
+    float slope[RR], offset[RR];
+    coded_sums<Bits, RR>(q, row, numbers, row_width, head_dim, block, scale, zero, sums, slope, offset);
+    for (int r = 0; r < RR; ++r) {
+        F s[kVectors];
+        for (int t = 0; t < kVectors; ++t) {
+            s[t] = limited(fma(to_float(load_i(&sums[r][t * W])), set(slope[r]), set(offset[r])), q.softcap,
+                           q.absolute[row + r]);
+        }
+        top[r] = top_of(s, q.word[row + r], top[r]);
+    }
+}
+
+// RR rows over one block of codes.
+template <int Bits, int RR, bool General>
+inline void coded_rows(const Queries& q, const State& state, int64_t row, const float* numbers, int64_t row_width,
+                       int64_t head_dim, int64_t value_dim, const Codes& block, const float* scale, const float* zero) {
+    alignas(64) int32_t sums[RR][kBlock];
+    alignas(64) uint8_t codes[RR][kBlock];
+    F weight[RR][kVectors], total[RR];
+    float slope[RR], offset[RR], maximum[RR], factor[RR], step[RR], base[RR];
+    int32_t start[RR];
+    coded_sums<Bits, RR>(q, row, numbers, row_width, head_dim, block, scale, zero, sums, slope, offset);
     coded_weights<RR, General>(q, row, sums, slope, offset, weight, total, maximum);
     state.admit<RR>(row, maximum, factor);
     for (int r = 0; r < RR; ++r) {
@@ -208,7 +251,7 @@ inline void coded_rows(const Queries& q, const State& state, int64_t row, const 
         store(sum, fma(total[r], set(factor[r]), load(sum)));
     }
     for (int64_t g = 0; g * kGroup < value_dim; ++g) {
-        encode_weights<RR>(weight, block.value_scale + g * kBlock, block.value_zero + g * kBlock, codes, step, base, start);
+        encode_weights<Bits, RR>(weight, block.value_scale + g * kBlock, block.value_zero + g * kBlock, codes, step, base, start);
         over_channels(smaller(kGroup, value_dim - g * kGroup), [&](int64_t d, auto count) {
             constexpr int NN = decltype(count)::value;
             I sum[RR][NN];
@@ -363,7 +406,7 @@ private:
             float* zero = scale + z.row_width;
             load_halves(block.key_scale, a.head_dim, scale, z.row_width);
             load_halves(block.key_zero, a.head_dim, zero, z.row_width);
-            if (of.native || top) {
+            if (of.native) {
                 decode_block(block, scale, zero, own);
                 native_block(of, own, index, top);
                 continue;
@@ -371,7 +414,9 @@ private:
             const float* from = numbers + index * kRows * z.row_width;
             const bool general = limits || !all_visible(of, own);
             over_rows(0, of.count, [&](int64_t r, auto count) {
-                if (general) {
+                if (top) {
+                    coded_tops<Bits, count>(own.q, r, from, z.row_width, a.head_dim, block, scale, zero, top + r);
+                } else if (general) {
                     coded_rows<Bits, count, true>(own.q, own.state, r, from, z.row_width, a.head_dim, a.value_dim, block,
                                                   scale, zero);
                 } else {

@@ -1,10 +1,22 @@
 """Operators that no library ships: attention with a route per head, and the INT8 linear product with its epilogue.
 
-Each operator is a folder: one `torch.library` schema, a PyTorch reference that reads like the formula, and (in later
-releases) C++ and Triton overrides held to it. Importing this package registers the operators.
+Each operator is a folder: one `torch.library` schema, a PyTorch reference that reads like the formula, and C++ and
+Triton overrides held to it. Importing this package registers the operators.
 """
 
+from quantsink.kernels.coded_attention import CodedKV, coded_attention
 from quantsink.kernels.int8_linear import int8_linear, quantize_per_channel, quantize_per_token
+from quantsink.kernels.quantized_linear import Layer, quantized_linear
 from quantsink.kernels.sink_attention import Route, sink_attention
 
-__all__ = ["Route", "int8_linear", "quantize_per_channel", "quantize_per_token", "sink_attention"]
+__all__ = [
+    "CodedKV",
+    "Layer",
+    "Route",
+    "coded_attention",
+    "int8_linear",
+    "quantize_per_channel",
+    "quantize_per_token",
+    "quantized_linear",
+    "sink_attention",
+]

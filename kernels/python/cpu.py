@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from importlib import import_module
 from types import ModuleType
 
 
@@ -9,12 +10,11 @@ from types import ModuleType
 def library() -> ModuleType | None:
     """`quantsink.kernels._cpu`, or None with one warning: the reference then computes the same, many times slower."""
     try:
-        from quantsink.kernels import _cpu
+        return import_module("quantsink.kernels._cpu")
     except ImportError as error:
         logging.getLogger(__name__).warning(
-            "quantsink's C++ kernels were not built (%s): CPU attention runs the slower PyTorch reference. Install a C++ "
-            "compiler (Debian: apt-get install g++) and quantsink again to build them",
+            "quantsink's C++ kernels were not built (%s): CPU attention runs the slower PyTorch reference. To build"
+            " them, install a C++ compiler (Debian: apt-get install g++) and quantsink again",
             error,
         )
         return None
-    return _cpu

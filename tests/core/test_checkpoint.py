@@ -89,6 +89,50 @@ def test_tied_weights_stay_tied_and_are_stored_once(tied, tiny_llama, tokenizer,
     assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma"])
+def test_an_output_head_in_eight_bits_is_saved_beside_the_embedding(tied, recipe, family, tokenizer, tmp_path, request):
+    original = request.getfixturevalue(family)(tie_word_embeddings=tied)
+    recipe = dataclasses.replace(Recipe.load(recipe), output_head="int8")
+    model = quantized(copy.deepcopy(original), tokenizer, recipe)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert torch.equal(embedding.weight, original.get_input_embeddings().weight)
+    assert (head.weight.dtype, head.weight.shape) == (torch.int8, embedding.weight.shape)
+    before = logits(model)
+    assert torch.allclose(logits(model, logits_to_keep=1), before[:, -1:], atol=1e-5)
+    save(model, tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    assert {"lm_head.weight", "lm_head.weight_scale", "model.embed_tokens.weight"} <= tensors.keys()
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["tie_word_embeddings"] is False
+    for again in (load(tmp_path / "a"), AutoModelForCausalLM.from_pretrained(tmp_path / "a")):
+        again.tie_weights()
+        assert torch.equal(logits(again), before)
+    again.save_pretrained(tmp_path / "b")
+    assert filecmp.cmp(tmp_path / "a" / "model.safetensors", tmp_path / "b" / "model.safetensors", shallow=False)
+    bodies = quantized(copy.deepcopy(original), tokenizer, dataclasses.replace(recipe, output_head="native"))
+    assert 0 < relative(before, logits(bodies)) < 0.02
+
+
+def test_an_output_head_that_is_no_linear_layer_is_refused(tiny_llama, tokenizer):
+    model = tiny_llama()
+    calibration = calibrated(model, tokenizer)
+    before = logits(model)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(QuantSinkError, match="output_head: native"):
+        apply(model, plan(calibration, Recipe(output_head="int8")))
+    assert torch.equal(logits(model), before)
+
+
+def test_the_last_row_of_a_prompt_keeps_no_strides_of_it(tiny_llama, tokenizer):
+    """Or `torch.matmul` copies the head's weights at every prompt."""
+    seen = []
+    model = quantized(tiny_llama(), tokenizer)
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()))
+    logits(model, logits_to_keep=1)
+    assert seen == [(48, 48, 1)]
+
+
 def test_native_heads_are_exact_slices(tiny_llama, tokenizer, tmp_path):
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=2)
     original = copy.deepcopy(model)

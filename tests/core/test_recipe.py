@@ -15,6 +15,7 @@ def test_presets_survive_json(name):
 
 def test_every_field_survives_json():
     recipe = Recipe(
+        output_head="int8",
         activations=Activations("static", 0.05, "table"),
         attention=Attention("int8", "random", 3, ("1.2",), "row", 32, Clip("row", 8.0, math.inf), 7),
         sink_size=4,
@@ -39,6 +40,10 @@ def test_every_field_survives_json():
         ('{"activations": {"sink_rows": "table"}}', "table needs activations.kind: static"),
         ('{"attention": {"kind": "native", "clip": {"kind": "row"}}}', "clip: needs attention.kind: int8"),
         ('{"weights": "native"}', "native weights need activations.kind: native"),
+        (
+            '{"weights": "native", "activations": {"kind": "native"}, "output_head": "int8"}',
+            "output_head: int8 needs weights: int8",
+        ),
         ("[]", "expected an object"),
         ("{", "not valid JSON"),
     ],

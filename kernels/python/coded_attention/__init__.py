@@ -1,6 +1,7 @@
-"""`quantsink::coded_attention`: a few queries over keys and values that lie in memory as 8- or 4-bit codes, read in place.
+"""`quantsink::coded_attention`: a few queries over keys and values that lie in memory as 8- or 4-bit codes.
 
-What a quantized KV cache needs: sink tokens and the newest tokens exact, the rest codes, no full-precision copy.
+They are read in place, as a quantized KV cache needs it: sink tokens and the newest tokens exact, the rest codes, no
+full-precision copy.
 """
 
 import torch
@@ -17,7 +18,8 @@ torch.library.define(
     "quantsink::coded_attention",
     "(Tensor query, Tensor exact_key, Tensor exact_value, Tensor key_codes, Tensor key_scale, Tensor key_zero,"
     " Tensor value_codes, Tensor value_scale, Tensor value_zero, Tensor? mask, Tensor routes, Tensor? clip_row,"
-    " Tensor? clip_absolute, Tensor? s_aux, *, int bits, int sinks, float scaling, bool causal, float softcap) -> Tensor",
+    " Tensor? clip_absolute, Tensor? s_aux, *, int bits, int sinks, float scaling, bool causal, float softcap)"
+    " -> Tensor",
 )
 
 

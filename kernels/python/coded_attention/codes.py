@@ -1,8 +1,8 @@
 """Keys and values as codes of 8 or 4 bits: what `quantsink::coded_attention` reads, and how they are made.
 
-A block is 64 keys. Keys take one scale and zero point per (block, channel), values one per (key, group of 64 channels),
-as KIVI does (Liu et al., 2024); both in float16. Four codes make a cell; in 4 bits a byte holds a code of one cell in its
-low half and of the next cell in its high half. kernels/csrc/coded_kernel.h reads the same layout.
+A block is 64 keys. Keys take one scale and zero point per (block, channel), values one per (key, 64 channels),
+as KIVI does (Liu et al., 2024); both in float16. Four codes make a cell; in 4 bits a byte holds a code of one cell in
+its low half and of the next cell in its high half. kernels/csrc/coded_kernel.h reads the same layout.
 """
 
 from dataclasses import dataclass
@@ -96,11 +96,11 @@ def asymmetric(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """`[B, KVH, N, rows, columns]` -> bytes `[B, KVH, N, rows * columns * bits / 8]`: cells of 4 rows, column by column.
+    """`[B, KVH, N, rows, columns]` -> bytes `[B, KVH, N, rows * columns * bits / 8]`: cells of 4 rows, by column.
 
     Rows are what a product sums over: channels of keys, keys of values.
     """
-    cells = codes.unflatten(3, (-1, 4)).transpose(4, 5)  # [..., rows / 4, columns, 4]
+    cells: Tensor = codes.unflatten(3, (-1, 4)).transpose(4, 5)  # [..., rows / 4, columns, 4]
     if bits == 4:
         cells = cells[:, :, :, 0::2] | cells[:, :, :, 1::2] << 4
     return cells.flatten(3).contiguous()
@@ -108,7 +108,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     """The inverse of `pack`: uint8 `[B, KVH, N, rows, columns]`."""
-    cells = packed.unflatten(3, (-1, columns, 4))
+    cells: Tensor = packed.unflatten(3, (-1, columns, 4))
     if bits == 4:
         cells = torch.stack([cells & 15, cells >> 4], 4).flatten(3, 4)
     return cells.transpose(4, 5).flatten(3, 4)

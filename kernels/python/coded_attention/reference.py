@@ -1,10 +1,10 @@
 """The PyTorch reference of `quantsink::coded_attention`: the definition that every backend is held to.
 
-With k = zero + scale * code per (block, channel) and v = zero + scale * code per (key, channel group), one query row q
-of an INT8 head has, over one block of 64 keys,
+With m the middle code, k = zero + scale * (code - m) per (block, channel) and v the same per (key, channel group), one
+query row q of an INT8 head has, over one block of 64 keys,
 
-    s = scaling * (a / 127 * round(127 (q * scale) / a) . code + q . zero)         a = max |q * scale|
-    o = b / 127 * round(127 (p * scale) / b) @ code + p . zero                     p = exp(s - max s), b = max p * scale
+    s = scaling * (a / 127 * round(127 (q * scale) / a) . (code - m) + q . zero)    with a = max |q * scale|
+    o = b / 127 * round(127 (p * scale) / b) @ (code - m) + p . zero    with p = exp(s - max s), b = max (p * scale)
 
 and blocks meet through their log-sum-exp as in `sink_attention`. Exact keys are computed as they are. `native` heads
 compute with the numbers that the codes stand for.
@@ -46,8 +46,10 @@ def attend(
 ) -> Tensor:
     work, blocks, sinks, value_dim = q.dtype, codes.key_codes.shape[2], codes.sinks, codes.exact_value.shape[3]
     exact_key, exact_value = codes.exact_key.to(work)[:, kv_head], codes.exact_value.to(work)[:, kv_head]
-    key = unpack(codes.key_codes, codes.bits, BLOCK).to(work)[:, kv_head]  # [B, h, N, D, 64]
-    key_scale, key_zero = codes.key_scale.to(work)[:, kv_head], codes.key_zero.to(work)[:, kv_head]
+    middle_code = 2 ** (codes.bits - 1)
+    key = unpack(codes.key_codes, codes.bits, BLOCK).to(work)[:, kv_head] - middle_code  # [B, h, N, D, 64]
+    key_scale = codes.key_scale.to(work)[:, kv_head]
+    key_zero = codes.key_zero.to(work)[:, kv_head] + middle_code * key_scale
 
     scaled = q[:, :, :, None] * key_scale[:, :, None]  # [B, h, Lq, N, D]
     if not native:
@@ -68,8 +70,9 @@ def attend(
         top = finite(middle.amax(-1, keepdim=True))
         p = torch.exp(middle - top)
         share = torch.exp(top - finite(lse)[..., None])
-        value = unpack(codes.value_codes, codes.bits, value_dim).to(work)[:, kv_head]  # [B, h, N, 64, Dv]
-        zero = spread(codes.value_zero.to(work), value_dim)[:, kv_head]
+        value = unpack(codes.value_codes, codes.bits, value_dim).to(work)[:, kv_head] - middle_code  # [B, h, N, 64, Dv]
+        zero = codes.value_zero.to(work) + middle_code * codes.value_scale.to(work)
+        zero = spread(zero, value_dim)[:, kv_head]
         parts = []
         for group, part in enumerate(value.split(GROUP, 4)):
             weights = p * codes.value_scale[:, kv_head, None, :, group].to(work)

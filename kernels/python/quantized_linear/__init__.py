@@ -1,0 +1,53 @@
+"""`quantsink::quantized_linear`: one linear layer with INT8 weights in one call, whatever the layer's options are.
+
+The reference reads like the formula of docs/formats.md. On CPU, C++ quantizes the rows, multiplies and applies scales,
+native columns and bias in one pass over memory (docs/decisions/0002-int8-product.md).
+"""
+
+import torch
+from torch import Tensor
+
+from quantsink.kernels.quantized_linear import cpu
+from quantsink.kernels.quantized_linear.reference import Layer, reference
+
+__all__ = ["Layer", "quantized_linear"]
+
+torch.library.define(
+    "quantsink::quantized_linear",
+    "(Tensor x, Tensor? sink, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? native_rows,"
+    " Tensor? native_row_index, Tensor? native_columns, Tensor? native_column_index, Tensor? input_scale,"
+    " Tensor? sink_scale, str activations) -> Tensor",
+)
+
+
+@torch.library.impl("quantsink::quantized_linear", "CompositeExplicitAutograd")
+def _reference(x: Tensor, sink: Tensor | None, *layer: object) -> Tensor:
+    return reference(x, sink, Layer(*layer))  # type: ignore[arg-type]
+
+
+@torch.library.impl("quantsink::quantized_linear", "CPU")
+def _cpu(x: Tensor, sink: Tensor | None, *layer: object) -> Tensor:
+    return cpu.multiply(x, sink, Layer(*layer))  # type: ignore[arg-type]
+
+
+@torch.library.register_fake("quantsink::quantized_linear")
+def _fake(x: Tensor, sink: Tensor | None, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def quantized_linear(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:
+    """`x W^T + b` of one quantized layer.
+
+    Args:
+        x: `[M, K]`, any floating type.
+        sink: `[S]` int64, the rows of `x` that belong to sink tokens and are treated as such: through the layer's
+            `sink_scale` where it has one, else unquantized. None: no row.
+        layer: the weights.
+
+    Returns:
+        `[M, N]` in the type of `x`. A row that holds NaN or inf comes out without a finite number.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return reference(x, sink, layer)
+    result: Tensor = torch.ops.quantsink.quantized_linear(x, sink, *layer)
+    return result
