@@ -142,10 +142,10 @@ inline void coded_weights(const Queries& q, int64_t row, const int32_t (&sums)[R
 #pragma GCC unroll 16
     for (int r = 0; r < RR; ++r) {
         const float steep = slope[r] * kLog2e, peak = most[r] * steep;
-        const F slopes = set(steep), shift = set(-peak);
+        const F slopes = set(steep), tops = set(most[r]);
 #pragma GCC unroll 16
         for (int t = 0; t < kVectors; ++t) {
-            weight[r][t] = exp2v(at_least_m126(fma(s[r][t], slopes, shift)));
+            weight[r][t] = exp2v(at_least_m126((s[r][t] - tops) * slopes));
             total[r] = t == 0 ? weight[r][0] : total[r] + weight[r][t];
         }
         maximum[r] = peak + offset[r] * kLog2e;

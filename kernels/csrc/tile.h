@@ -423,7 +423,7 @@ struct Exponentials {
     alignas(64) float score[R * kBlock];   // without the row's scale and offset
     alignas(64) int32_t code[R * kBlock];
     alignas(64) float total[R * W];
-    float slope[R * kVectors], shift[R * kVectors];  // by vector
+    float slope[R * kVectors], top[R * kVectors];  // by vector
 };
 
 inline void begin(const Queries& q, const State& state, int64_t row, const int32_t (&sums)[R][kBlock],
@@ -446,7 +446,7 @@ inline void begin(const Queries& q, const State& state, int64_t row, const int32
         const float slope = q.scale[row + r] * kLog2e, peak = most[r] * slope;
         for (int t = 0; t < kVectors; ++t) {
             e.slope[r * kVectors + t] = slope;
-            e.shift[r * kVectors + t] = -peak;
+            e.top[r * kVectors + t] = most[r];
         }
         maximum[r] = peak + q.offset[row + r] * kLog2e;
     }
@@ -459,7 +459,8 @@ alignas(64) const float kExponential[] = {12582912.0f,           kUnit * 1.32647
                                           kUnit * 1.0f,           -126.0f};
 
 inline __attribute__((always_inline)) void step(Exponentials& e, int64_t v, const float* c) {
-    F y = fma(load(e.score + v * W), set(e.slope[v]), set(e.shift[v]));
+    // The difference first: scores of thousands keep their weights' precision.
+    F y = (load(e.score + v * W) - set(e.top[v])) * set(e.slope[v]);
     y = from_bits(_mm512_min_epu32(bits(y), bits(set(c[7]))));
     const F z = y + set(c[0]), f = y - (z - set(c[0]));
     F p = fma(set(c[1]), f, set(c[2]));

@@ -336,6 +336,17 @@ def test_one_key_a_thousand_times_larger_costs_only_itself(place: int) -> None:
     assert_as_naive(arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float, torch.double])
+def test_scores_far_below_zero_beside_a_hidden_block_stay_finite(dtype: torch.dtype) -> None:
+    """Row 0 sees one key, whose score is -2000; nothing of the second block."""
+    arguments = case(2, 1, 70, routes=[INT8, SINK], dtype=dtype)
+    arguments["key_mean"][:] = 0
+    arguments["key"][:, :, 0] = -2000 * 16**0.5
+    arguments["query"][:, :, 0] = 1 / 16
+    out = sink_attention(**arguments, block=32)
+    torch.testing.assert_close(out[0, :, 0], arguments["value"][0, 0, :1].expand(2, -1), rtol=0.01, atol=0.02)
+
+
 @pytest.mark.parametrize("what", ["query", "key", "value", "key_mean"])
 def test_zero_tensors_give_no_nan(what: str) -> None:
     arguments = case(queries=70)

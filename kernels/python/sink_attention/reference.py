@@ -265,10 +265,12 @@ def int8_part(s: Tensor, v_codes: Tensor, v_scale: Tensor, weight_scale: str) ->
     """
     blocks = -(-s.shape[-1] // v_codes.shape[3])
     s = s.unflatten(-1, (blocks, -1))
-    m = finite(s.amax(-1, keepdim=True))
+    top = s.amax(-1, keepdim=True)
+    m = finite(top)
     p = s.sub_(m).exp_()
     lse = torch.logsumexp(p.sum(-1, keepdim=True).log_().add_(m), 3, keepdim=True)
-    share = torch.exp(m - finite(lse))
+    # Of a block without visible keys 0, however low the others' scores are.
+    share = torch.exp(top - finite(lse))
     if weight_scale == "fixed":
         p.mul_(share)
         share = torch.ones_like(share)
