@@ -85,16 +85,17 @@ def line(row: Row) -> str:
     return f"{row['name']:20} ratio {row['ratio']:.2f}   {times}"
 
 
-def alternate(calls: Calls, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each."""
+def alternate(calls: Calls, repeats: int, turn: int = 1) -> dict[str, float]:
+    """Median milliseconds of each, `turn` calls in a row: short ones find what the call before left behind."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append((time.perf_counter() - start) * 1e3)
+            for _ in range(turn):
+                start = time.perf_counter()
+                call()
+                times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
@@ -283,7 +284,7 @@ def decode(bits: int, repeats: int) -> Row:
         "grouped matmul bfloat16": lambda: grouped(rows, plain()),
         "grouped matmul float32": lambda: grouped(rows.float(), floats()),
     }
-    times = alternate(calls, 4 * repeats + 1)
+    times = alternate(calls, repeats, turn=5)
     size = sum(x.numel() * x.element_size() for x in vars(codes).values() if isinstance(x, Tensor))
     read, speed = size / times["ours"] / 1e6, read_bandwidth()
     return compared(

@@ -400,8 +400,8 @@ private:
             q.absolute[r] = a.clip_absolute ? a.clip_absolute[id.head] : kInfinity;
             q.floor[r] = -kInfinity;
             load_row(from, a.head_dim, own.pack.row, z.row_width);
-            if (!finite(largest(own.pack.row, z.row_width))) own.state.poison(r);
             if (rows_of.native) {
+                if (!finite(largest(own.pack.row, z.row_width))) own.state.poison(r);
                 native_cells<Op>(from, a.head_dim, own.pack.row, z.row_width, q.cells + r * q.stride);
                 continue;
             }
@@ -410,10 +410,9 @@ private:
             for (int64_t d = 0; d < z.row_width; d += W) product = fma(load(own.pack.row + d), load(centre + d), product);
             q.offset[r] = hsum(product) * a.scaling;
             auto* code = reinterpret_cast<int8_t*>(q.cells + r * q.stride);
-            q.scale[r] = encode_row(own.pack.row, z.row_width, code) * a.scaling;
-            int32_t sum = 0;
-            for (int64_t d = 0; d < z.row_width; ++d) sum += code[d];
-            q.code_sum[r] = sum;
+            const float scale = encode_row(own.pack.row, z.row_width, code, &q.code_sum[r]);
+            if (!finite(scale)) own.state.poison(r);
+            q.scale[r] = scale * a.scaling;
         }
     }
 
@@ -483,6 +482,10 @@ private:
         }
         const int64_t from = chunk * block_count / chunks, to = (chunk + 1) * block_count / chunks;
         for (int64_t n = from; n < smaller(to, last); ++n) {
+            if (packed && !of.native && !general) {
+                n += int8_run_of(of, n, smaller(to, last), own);
+                if (n == smaller(to, last)) break;
+            }
             if (!set_words(of, n, own)) continue;
             const Block& block = block_of(of, n, own);
             poison_rows(of, block, own);
@@ -510,13 +513,19 @@ private:
     }
 
     void int8_part(const Block& block, int64_t first, int64_t last, bool rest, bool general, const Scratch& own) const {
-        const uint8_t* values = rest ? block.rest_codes : block.value_codes;
-        const float* scale = rest ? block.rest_scale : block.value_scale;
         if (general) {
-            int8_block<true>(own.q, own.state, first, last, block.key_codes, block.key_scale, z.code_groups, values, scale);
+            int8_block<true>(own.q, own.state, first, last, block, rest, z.code_groups);
         } else {
-            int8_block<false>(own.q, own.state, first, last, block.key_codes, block.key_scale, z.code_groups, values, scale);
+            int8_block<false>(own.q, own.state, first, last, block, rest, z.code_groups);
         }
+    }
+
+    // Of blocks n..last, those beyond the sinks that every row of a packed tile sees, together; how many that was.
+    int64_t int8_run_of(const TileRows& of, int64_t n, int64_t last, const Scratch& own) const {
+        if (mask.word || n * kBlock < rows[of.batch].sinks) return 0;
+        const int64_t count = smaller(last, own.free / kBlock) - n;
+        const Block* first = &blocks[(of.batch * a.kv_heads + of.kv_head) * block_count + n];
+        return int8_run(own.q, own.state, of.count, first, count, z.code_groups) ? count : 0;
     }
 
     static float unit_of(const TileRows& of) { return of.native ? 1 : kUnit; }

@@ -301,14 +301,14 @@ public:
 private:
     const CodedArgs& a;
     const Sizes z;
-    int64_t tiles, chunks, group_tiles;
+    int64_t tiles, chunks, group_tiles, part_rows;
     int threads;
     bool row_clip, limits;
     Scratch* scratch;   // [threads]
     float* numbers;     // [threads][kRows][row_width]: a tile's queries
     float* steps;       // [threads][2][row_width]: a block's scales and zero points
     TileRows* tile;     // [threads]
-    float* parts;       // [tiles][chunks][kRows][width + 2]
+    float* parts;       // [tiles][chunks][part_rows][width + 2]
 
     void lay_out(Arena& arena) {
         row_clip = false;
@@ -318,8 +318,10 @@ private:
         tiles = a.batch * a.kv_heads * group_tiles * 2;  // INT8 and native apart
         const double work = static_cast<double>(a.batch) * a.kv_heads * a.blocks * kBlock * (a.head_dim + a.value_dim);
         threads = work < 2e5 ? 1 : a.threads;
-        chunks = row_clip || threads == 1 ? 1 : larger(1, smaller(ceil_div(threads * 8, tiles), a.blocks / 4));
-        parts = arena.take<float>(tiles * chunks * kRows * (z.width + 2));
+        // Several shares of the keys for each thread, so that none waits long for another.
+        chunks = row_clip || threads == 1 ? 1 : larger(1, smaller(ceil_div(threads * 16, tiles), a.blocks / 4));
+        part_rows = smaller(kRows, z.group * a.queries);
+        parts = arena.take<float>(tiles * chunks * part_rows * (z.width + 2));
         numbers = arena.take<float>(threads * kRows * z.row_width);
         steps = arena.take<float>(threads * 2 * z.row_width);
         scratch = arena.take<Scratch>(threads);
@@ -379,7 +381,7 @@ private:
         }
         pass(of, n % chunks, index, nullptr);
         for (int64_t r = 0; r < of.count; ++r) {
-            float* part = parts + (n * kRows + r) * (z.width + 2);
+            float* part = parts + (n * part_rows + r) * (z.width + 2);
             part[0] = own.state.top[r];
             part[1] = hsum(load(own.state.sum + r * W));
             std::memcpy(part + 2, own.state.acc + r * z.width, sizeof(float) * z.width);
@@ -521,8 +523,8 @@ private:
         for (int64_t t = 0; t < tiles; ++t) {
             choose_rows(t, tile[0]);
             for (int64_t r = 0; r < tile[0].count; ++r) {
-                merge_parts<T>(a, tile[0].batch, tile[0].id[r], parts + (t * chunks * kRows + r) * (z.width + 2), chunks,
-                               kRows * (z.width + 2), z.width, 1);
+                merge_parts<T>(a, tile[0].batch, tile[0].id[r], parts + (t * chunks * part_rows + r) * (z.width + 2), chunks,
+                               part_rows * (z.width + 2), z.width, 1);
             }
         }
     }

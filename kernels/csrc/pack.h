@@ -37,28 +37,20 @@ inline float largest(const float* x, int64_t width) {
     return out;
 }
 
-// Symmetric INT8 codes of a row as bytes; returns their scale (not finite where the row is not).
-inline float encode_row(const float* x, int64_t width, int8_t* codes) {
+// Symmetric INT8 codes of a row as bytes, and their sum; returns their scale (not finite where the row is not).
+inline float encode_row(const float* x, int64_t width, int8_t* codes, int32_t* sum = nullptr) {
     const float most = largest(x, width), scale = most == 0 ? 1.0f : most / 127.0f;
-    for (int64_t d = 0; d < width; d += W) store_bytes(codes + d, to_int(div(load(x + d), set(scale))));
+    I all = set_i(0);
+    for (int64_t d = 0; d < width; d += W) {
+        const I code = to_int(div(load(x + d), set(scale)));
+        all = add_i(all, code);
+        store_bytes(codes + d, code);
+    }
+    if (sum) *sum = static_cast<int32_t>(hsum(to_float(all)));
     return scale;
 }
 
 inline bool finite(float x) { return x - x == 0; }
-
-// One block of one KV head. What a caller does not need stays null.
-struct Block {
-    uint8_t* key_codes;      // cells [groups][64]
-    float* key_scale;        // [64]
-    uint8_t* value_codes;    // cells [16][width]
-    float* value_scale;      // [width]
-    uint8_t* rest_codes;     // the same without the sink tokens' values
-    float* rest_scale;
-    uint8_t* key_numbers;    // native cells [groups][64]
-    uint8_t* value_numbers;  // native cells [64 / numbers in a cell][width]
-    uint64_t* bad_keys;      // bits of keys that are not finite
-    uint64_t* bad_values;
-};
 
 // Memory for packing one block: not shared between threads.
 struct PackScratch {

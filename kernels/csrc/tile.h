@@ -415,6 +415,20 @@ inline void int8_values(const State& state, int64_t row, const Weights<RR>& weig
     });
 }
 
+// One block of one KV head, packed (pack.h). What a caller does not need stays null.
+struct Block {
+    uint8_t* key_codes;      // cells [groups][64]
+    float* key_scale;        // [64]
+    uint8_t* value_codes;    // cells [16][width]
+    float* value_scale;      // [width]
+    uint8_t* rest_codes;     // the same without the sink tokens' values
+    float* rest_scale;
+    uint8_t* key_numbers;    // native cells [groups][64]
+    uint8_t* value_numbers;  // native cells [64 / numbers in a cell][width]
+    uint64_t* bad_keys;      // bits of keys that are not finite
+    uint64_t* bad_values;
+};
+
 #if defined(__AVX512F__)
 // Weights of a row tile that sees the whole block, in steps that run between the products of the next tile: those keep
 // the multipliers busy and these the adders. Constants stay in memory, where an instruction can broadcast them from: the
@@ -520,37 +534,46 @@ inline void sums_between(const Queries& q, int64_t row, const uint8_t* keys, int
     }
 }
 
-// Rows first..last, whole tiles that see the whole block.
-inline void int8_whole(const Queries& q, const State& state, int64_t first, int64_t last, const uint8_t* keys,
-                       const float* key_scale, int64_t groups, const uint8_t* values, const float* value_scale) {
+// Whole tiles of rows first..last over `count` blocks that all of them see, as one sequence: only its first scores and
+// its last weights have nothing to run beside. `rest`: the values without the sink tokens'.
+inline void int8_whole(const Queries& q, const State& state, int64_t first, int64_t last, const Block* blocks,
+                       int64_t count, bool rest, int64_t groups) {
     alignas(64) int32_t sums[R][kBlock];
     Exponentials e;
     Weights<R> weights;
-    int8_sums<R>(q, first, keys, groups, sums);
-    for (int64_t row = first; row < last; row += R) {
-        begin(q, state, row, sums, key_scale, e, weights.factor);
-        if (row + R < last) {
-            sums_between(q, row + R, keys, groups, e, sums);
+    int8_sums<R>(q, first, blocks->key_codes, groups, sums);
+    for (int64_t n = 0, row = first; n < count;) {
+        const Block& block = blocks[n];
+        begin(q, state, row, sums, block.key_scale, e, weights.factor);
+        const int64_t tile = row;
+        row += R;
+        if (row == last) {
+            row = first;
+            ++n;
+        }
+        if (n < count) {
+            sums_between(q, row, blocks[n].key_codes, groups, e, sums);
         } else {
             for (int64_t v = 0; v < R * kVectors; ++v) step(e, v, kExponential);
         }
-        finish(state, row, e, weights);
-        int8_values<R>(state, row, weights, values, value_scale);
+        finish(state, tile, e, weights);
+        int8_values<R>(state, tile, weights, rest ? block.rest_codes : block.value_codes,
+                       rest ? block.rest_scale : block.value_scale);
     }
 }
 #endif
 
-// Rows first..last in INT8 over one block.
+// Rows first..last in INT8 over one block; `rest`: with the values without the sink tokens'.
 template <bool General>
-inline void int8_block(const Queries& q, const State& state, int64_t first, int64_t last, const uint8_t* keys,
-                       const float* key_scale, int64_t groups, const uint8_t* values, const float* value_scale) {
+inline void int8_block(const Queries& q, const State& state, int64_t first, int64_t last, const Block& block, bool rest,
+                       int64_t groups) {
 #if defined(__AVX512F__)
     if constexpr (!General) {
         const int64_t whole = first + (last - first) / R * R;
         uint64_t all = ~uint64_t{0};
         for (int64_t r = first; r < whole; ++r) all &= q.word[r];
         if (whole > first && all == ~uint64_t{0}) {
-            int8_whole(q, state, first, whole, keys, key_scale, groups, values, value_scale);
+            int8_whole(q, state, first, whole, &block, 1, rest, groups);
             first = whole;
         }
     }
@@ -558,10 +581,27 @@ inline void int8_block(const Queries& q, const State& state, int64_t first, int6
     over_rows(first, last, [&](int64_t row, auto n) {
         alignas(64) int32_t sums[n][kBlock];
         Weights<n> weights;
-        int8_sums<n>(q, row, keys, groups, sums);
-        int8_weights<n, General>(q, state, row, sums, key_scale, weights);
-        int8_values<n>(state, row, weights, values, value_scale);
+        int8_sums<n>(q, row, block.key_codes, groups, sums);
+        int8_weights<n, General>(q, state, row, sums, block.key_scale, weights);
+        int8_values<n>(state, row, weights, rest ? block.rest_codes : block.value_codes,
+                       rest ? block.rest_scale : block.value_scale);
     });
+}
+
+// Rows 0..rows of one route over `count` blocks that all of them see; false where this is not done, and nothing was.
+inline bool int8_run(const Queries& q, const State& state, int64_t rows, const Block* blocks, int64_t count,
+                     int64_t groups) {
+#if defined(__AVX512F__)
+    if (rows % R || count < 1) return false;
+    for (int64_t n = 0; n < count; ++n) {
+        if (*blocks[n].bad_keys | *blocks[n].bad_values) return false;
+    }
+    int8_whole(q, state, 0, rows, blocks, count, false, groups);
+    return true;
+#else
+    (void)q, (void)state, (void)rows, (void)blocks, (void)count, (void)groups;
+    return false;
+#endif
 }
 
 // Native products of RR rows over one block, without scaling.

@@ -50,9 +50,10 @@ def _reference(
         bits, sinks, exact_key, exact_value, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero
     )
     rule = Rule(scaling, sinks, causal, "block", BLOCK, softcap, clip_row, clip_absolute, s_aux)
+    if query.device.type == "cpu":
+        return cpu.attend(query, codes, mask, routes, rule)
     with torch.autocast(query.device.type, enabled=False):
-        attend = cpu.attend if query.device.type == "cpu" else reference
-        return attend(query, codes, mask, routes, rule)
+        return reference(query, codes, mask, routes, rule)
 
 
 @torch.library.register_fake("quantsink::coded_attention")

@@ -15,7 +15,8 @@ def attend(query: Tensor, codes: CodedKV, mask: Tensor | None, routes: Tensor, r
     exact = query.dtype == torch.float64 or rule.scaling <= 0 or query.numel() == 0
     kernels = None if exact else library()
     if kernels is None:
-        return reference(query, codes, mask, routes, rule)
+        with torch.autocast("cpu", enabled=False):
+            return reference(query, codes, mask, routes, rule)
     dtype = query.dtype if query.dtype == torch.bfloat16 else torch.float32
     q, key, value = (cpu.dense(x, dtype) for x in (query, codes.exact_key, codes.exact_value))
     batch, heads, queries, head_dim = q.shape

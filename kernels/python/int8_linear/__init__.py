@@ -4,6 +4,8 @@ The plain integer product is PyTorch's own `torch._int_mm` (docs/decisions/0002-
 is the fixed quantization rule and the epilogue.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -50,7 +52,7 @@ torch.library.define(
 
 @torch.library.impl("quantsink::int8_linear", "CompositeExplicitAutograd")
 def _reference(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor) -> Tensor:
-    product = aligned_product if codes.is_cuda else integer_product
+    product = cuda_product if codes.is_cuda else integer_product
     return product(codes, weight).to(scale.dtype).mul_(scale).mul_(weight_scale)
 
 
@@ -65,6 +67,25 @@ def aligned_product(codes: Tensor, weight: Tensor) -> Tensor:
     codes = pad(codes, (0, -k % 8, 0, max(32 - m, 0)))
     weight = pad(weight, (0, -k % 8, 0, -n % 8))
     return integer_product(codes, weight)[:m, :n]
+
+
+def cuda_product(codes: Tensor, weight: Tensor) -> Tensor:
+    """`integer_product` by bitsandbytes, which fills no rows up, where cuBLASLt takes the sizes: multiples of 4."""
+    sizes = (codes.numel(), weight.shape[0], weight.shape[1])
+    if not all(sizes) or any(size % 4 for size in sizes[1:]) or not bitsandbytes_there():
+        return aligned_product(codes, weight)
+    product: Tensor = torch.ops.bitsandbytes.int8_linear_matmul(codes.contiguous(), weight.contiguous())
+    return product
+
+
+@functools.cache
+def bitsandbytes_there() -> bool:
+    """Whether bitsandbytes' operators are registered; importing it does that."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 @torch.library.register_fake("quantsink::int8_linear")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quantsink.kernels.sink_attention import cpu
+from quantsink.kernels.sink_attention import triton_backend as triton_backend  # registers CUDA
 from quantsink.kernels.sink_attention.reference import Route, Rule, reference
 
 __all__ = ["Route", "sink_attention"]
@@ -65,8 +66,7 @@ def _cpu(
     softcap: float,
 ) -> Tensor:
     rule = Rule(scaling, sink_size, causal, weight_scale, block, softcap, clip_row, clip_absolute, s_aux)
-    with torch.autocast("cpu", enabled=False):
-        return cpu.attend(query, key, value, mask, routes, key_mean, sink_start, rule)
+    return cpu.attend(query, key, value, mask, routes, key_mean, sink_start, rule)
 
 
 @torch.library.register_fake("quantsink::sink_attention")

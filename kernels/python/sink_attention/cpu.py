@@ -26,7 +26,9 @@ def attend(
     """As `reference`, whose arguments these are."""
     kernels = library() if applies(query, key, value, rule) else None
     if kernels is None:
-        return reference(query, key, value, mask, routes, key_mean, sink_start, rule)
+        # Autocast would round integer sums to 16 bits.
+        with torch.autocast("cpu", enabled=False):
+            return reference(query, key, value, mask, routes, key_mean, sink_start, rule)
     dtype = query.dtype if query.dtype == torch.bfloat16 else torch.float32
     q, k, v = dense(query, dtype), dense(key, dtype), dense(value, dtype)
     batch, heads, queries, head_dim = q.shape
