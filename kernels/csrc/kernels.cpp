@@ -2,6 +2,8 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 namespace quantsink {
 namespace {
@@ -45,8 +47,17 @@ const Kernels* find(const char* name) {
 
 const Kernels* first_choice() {
     const char* wanted = std::getenv("QUANTSINK_CPU_ISA");
-    const Kernels* found = wanted && *wanted ? find(wanted) : nullptr;
-    return found ? found : find(nullptr);
+    if (!wanted || !*wanted) return find(nullptr);
+    const Kernels* found = find(wanted);
+    if (!found) {
+        std::string names;
+        for (const Choice& choice : choices) {
+            if (choice.supported()) names += std::string(names.empty() ? "" : ", ") + choice.kernels.name;
+        }
+        throw std::invalid_argument("QUANTSINK_CPU_ISA=" + std::string(wanted) + ": not an instruction set of this processor; " +
+                                    "unset it or choose among " + names);
+    }
+    return found;
 }
 
 const Kernels*& chosen() {

@@ -20,7 +20,8 @@ struct Kernels {
     const LinearKernels& linear;
 };
 
-// The set in use: the best that this processor has, or the lesser one that QUANTSINK_CPU_ISA names.
+// The set in use: the best that this processor has, or the lesser one that QUANTSINK_CPU_ISA names. Throws
+// std::invalid_argument where that is none of this processor's.
 const Kernels& kernels();
 
 // Choose by name; false where the name is unknown or this processor lacks the instructions.

@@ -515,3 +515,15 @@ print(kernels.isa(), len({line.split()[-1] for line in open("/proc/self/maps") i
     environment = {**os.environ, "QUANTSINK_CPU_ISA": "portable"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == ["portable", "1"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer"), [("portable", "portable"), ("sse9", "ValueError: QUANTSINK_CPU_ISA=sse9")]
+)
+def test_the_environment_chooses_an_instruction_set_or_is_told_why_not(wanted: str, answer: str) -> None:
+    code = "import quantsink.kernels, quantsink.kernels._cpu as c; print(c.isa())"
+    child = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "QUANTSINK_CPU_ISA": wanted}, capture_output=True, text=True
+    )
+    assert answer in child.stdout + child.stderr
+    assert (child.returncode == 0) == (wanted == "portable")
