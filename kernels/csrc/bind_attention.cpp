@@ -4,6 +4,8 @@
 #include <nanobind/stl/array.h>
 
 #include <array>
+#include <stdexcept>
+#include <string>
 
 #include "kernels.h"
 
@@ -11,6 +13,14 @@ namespace nb = nanobind;
 using namespace quantsink;
 
 namespace {
+
+void check_routes(const Common& a) {
+    for (int64_t h = 0; h < a.heads; ++h) {
+        if (a.routes[h] > kNative) {
+            throw std::invalid_argument("routes must be 0 (int8), 1 (sink) or 2 (native), not " + std::to_string(a.routes[h]));
+        }
+    }
+}
 
 template <class T> const T* pointer(uintptr_t address) { return reinterpret_cast<const T*>(address); }
 
@@ -43,6 +53,7 @@ void sink_attention(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t o
     a.s_aux = pointer<float>(s_aux);
     a.scaling = scaling, a.softcap = softcap, a.sink_size = sink_size, a.causal = causal;
     a.threads = threads, a.poison = poison;
+    check_routes(a);
     nb::gil_scoped_release release;
     kernels().attention.attention(a);
 }
@@ -78,6 +89,7 @@ void coded_attention(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t 
     a.s_aux = pointer<float>(s_aux);
     a.scaling = scaling, a.softcap = softcap, a.causal = causal;
     a.threads = threads, a.poison = poison;
+    check_routes(a);
     nb::gil_scoped_release release;
     kernels().attention.coded(a);
 }

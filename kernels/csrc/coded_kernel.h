@@ -412,6 +412,11 @@ private:
             float* zero = scale + z.row_width;
             load_halves(block.key_scale, a.head_dim, scale, z.row_width);
             load_halves(block.key_zero, a.head_dim, zero, z.row_width);
+            if (!finite(largest(scale, z.row_width)) || !finite(largest(zero, z.row_width))) {
+                for (int64_t r = 0; r < of.count; ++r) {
+                    if (own.q.word[r]) own.state.poison(r);
+                }
+            }
             if (of.native) {
                 decode_block(block, scale, zero, own);
                 native_block(of, own, index, top);

@@ -145,7 +145,10 @@ struct State {
         alignas(64) float y[W] = {};
 #pragma GCC unroll 16
         for (int r = 0; r < RR; ++r) {
-            if (__builtin_expect(!(maximum[r] <= top[row + r] + kHeadroom), 0)) move_top(row + r, maximum[r]);
+            if (__builtin_expect(!(maximum[r] <= top[row + r] + kHeadroom), 0)) {
+                if (!(maximum[r] < kInfinity)) poison(row + r);  // scores that overflowed
+                move_top(row + r, maximum[r]);
+            }
             y[r] = maximum[r] - top[row + r];
         }
         store(y, exp2v(max(load(y), set(-126.0f))));

@@ -333,3 +333,45 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
 def test_head_sizes_without_a_place_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
         CodedKV.encode(torch.zeros(1, 1, 200, 20), torch.zeros(1, 1, 200, 20), bits=8)
+
+
+@pytest.mark.parametrize("route", [INT8, NATIVE])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_key_that_is_not_finite_is_seen_through_its_codes(
+    numerics: ModuleType, isa: str, bad: float, route: Route
+) -> None:
+    query, _, key, value = case(keys=400)
+    key[0, 1, 100, 3] = bad
+    out = run(numerics, query, CodedKV.encode(key, value, bits=8), torch.full((6,), int(route), dtype=torch.uint8))
+    assert bool(out[0, :3].isfinite().all())
+    assert not out[0, 3:].isfinite().any()
+
+
+def test_numbers_beyond_float16_saturate() -> None:
+    codes, scale, zero = asymmetric(torch.full((1, 1, 1, 64, 8), -1e5), 8, 3)
+    assert bool(scale.isfinite().all())
+    assert bool((zero == -65504).all())
+    assert not codes.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_absolute": torch.ones(1)}, r"clip_absolute must be \[6\]"),
+        ({"s_aux": torch.tensor(1.0)}, r"s_aux must be \[6\]"),
+        ({"softcap": -5.0}, "softcap -5.0 must not be negative"),
+        ({"routes": torch.tensor([0, 1, 2, 3, 0, 0], dtype=torch.uint8)}, "routes must be 0"),
+        ({"routes": torch.tensor([0, 1, 2, 258, 0, 0])}, "routes must be 0"),
+    ],
+)
+@pytest.mark.skipif(library() is None, reason="the C++ kernels were not built")
+def test_limits_and_routes_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    query, codes, *_ = case(keys=300)
+    with pytest.raises(ValueError, match=message):
+        coded_attention(query, codes, **{"routes": torch.zeros(6, dtype=torch.uint8), "scaling": 1.0, **change})
+
+
+def test_a_gradient_is_refused() -> None:
+    query, codes, *_ = case(keys=300)
+    with pytest.raises(ValueError, match="no gradient"):
+        coded_attention(query.requires_grad_(), codes, routes=torch.zeros(6, dtype=torch.uint8), scaling=1.0)

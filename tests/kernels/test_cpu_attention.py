@@ -527,3 +527,38 @@ def test_the_environment_chooses_an_instruction_set_or_is_told_why_not(wanted: s
     )
     assert answer in child.stdout + child.stderr
     assert (child.returncode == 0) == (wanted == "portable")
+
+
+@pytest.mark.usefixtures("kernels_only")
+@pytest.mark.parametrize("routes", [[3, 0], [255, 1]])
+def test_routes_that_do_not_exist_are_refused(routes: list[int]) -> None:
+    arguments = case(heads=2, kv_heads=1, routes=routes)
+    with pytest.raises(ValueError, match="routes must be 0"):
+        sink_attention(**arguments)
+    with pytest.raises(ValueError, match="routes must be 0"):
+        sink_attention(**{**arguments, "routes": torch.tensor(routes) + 256})
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("route", [INT8, SINK, NATIVE])
+def test_scores_that_overflow_are_seen(numerics: ModuleType, isa: str, route: Route) -> None:
+    arguments = case(queries=20, routes=[route] * 6)
+    arguments.update(query=arguments["query"].abs() * 1e22, key=arguments["key"].abs() * 1e22)
+    assert not run(numerics, isa, arguments).isfinite().all(-1).any()
+
+
+@pytest.mark.usefixtures("kernels_only")
+def test_keys_in_float32_are_not_rounded_to_the_query_s_type() -> None:
+    arguments = case(queries=20)
+    mixed = sink_attention(**{**arguments, "query": arguments["query"].bfloat16()})
+    exact = sink_attention(**{**arguments, "query": arguments["query"].bfloat16().float()})
+    assert mixed.dtype == torch.bfloat16
+    assert torch.equal(mixed, exact.bfloat16())
+
+
+def test_gradients_and_negative_softcaps_are_refused() -> None:
+    arguments = case(queries=5)
+    with pytest.raises(ValueError, match="no gradient"):
+        sink_attention(**{**arguments, "key": arguments["key"].requires_grad_()})
+    with pytest.raises(ValueError, match="softcap -1"):
+        sink_attention(**{**case(queries=5), "softcap": -1.0})

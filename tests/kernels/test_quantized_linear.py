@@ -325,3 +325,25 @@ def test_compiled_code_holds_the_operator_in_one_graph() -> None:
 
     x = torch.randn(9, 65)
     torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(x), call(x))
+
+
+def test_sink_rows_may_be_any_index_type_and_lie_inside() -> None:
+    layer, x = make(33, 64, torch.float32), torch.randn(6, 64)
+    expected = quantized_linear(x, torch.tensor([0, 3]), layer)
+    assert torch.equal(quantized_linear(x, torch.tensor([0, 3], dtype=torch.int32), layer), expected)
+    torch.testing.assert_close(quantized_linear(x, torch.tensor([0, -3]), layer), expected)
+    with pytest.raises(IndexError):
+        quantized_linear(x, torch.tensor([6]), layer)
+
+
+def test_tensors_that_c_would_misread_go_to_the_reference() -> None:
+    layer, x = make(33, 64, torch.float32, columns=2), torch.randn(6, 64)
+    expected = reference(x, None, layer)
+    assert layer.native_column_index is not None
+    for changed in (
+        layer._replace(weight_scale=layer.weight_scale.double()),
+        layer._replace(native_column_index=layer.native_column_index.long()),
+    ):
+        torch.testing.assert_close(quantized_linear(x, None, changed), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"need weight \[N, 32\]"):
+        quantized_linear(torch.randn(6, 32), None, make(33, 64, torch.float32))

@@ -10,6 +10,7 @@ from torch import Tensor
 from quantsink.kernels.coded_attention import cpu
 from quantsink.kernels.coded_attention.codes import BLOCK, GROUP, CodedKV, check
 from quantsink.kernels.coded_attention.reference import reference
+from quantsink.kernels.sink_attention import check_gradient, check_limits
 from quantsink.kernels.sink_attention.reference import Rule
 
 __all__ = ["CodedKV", "coded_attention"]
@@ -88,9 +89,11 @@ def coded_attention(
         `[B, H, Lq, Dv]` in the type of `query`. A row without visible keys is zero.
 
     Raises:
-        ValueError: shapes or types that do not fit together.
+        ValueError: shapes or types that do not fit together; an input that needs a gradient.
     """
     _check(query, codes, routes, mask)
+    check_limits("coded_attention", query.shape[1], softcap, clip_row, clip_absolute, s_aux)
+    check_gradient("coded_attention", query, codes.exact_key, codes.exact_value, s_aux)
     result: Tensor = torch.ops.quantsink.coded_attention(
         query,
         codes.exact_key,

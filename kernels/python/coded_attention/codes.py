@@ -12,6 +12,7 @@ from torch import Tensor
 
 BLOCK = 64
 """Keys of a block."""
+HALF_MAX = 65504.0
 GROUP = 64
 """Channels of a value that share a scale."""
 
@@ -88,11 +89,16 @@ def check(bits: int, head_dim: int, value_dim: int) -> None:
 def asymmetric(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """`x ~ zero + scale * codes` over `dim`: codes uint8 in 0..2^bits - 1, scale and zero in float16, `dim` kept."""
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    zero = low.half()
-    scale = ((high - low) / (2**bits - 1)).half()
+    zero = saturated(low, -HALF_MAX)
+    scale = saturated((high - zero.float()) / (2**bits - 1), 0)
     step = scale.float().masked_fill(scale == 0, 1)
     codes = ((x - zero.float()) / step).round_().clamp_(0, 2**bits - 1)
     return codes.to(torch.uint8), scale, zero
+
+
+def saturated(x: Tensor, least: float) -> Tensor:
+    """In float16; what is finite stays so, what is not stays visible."""
+    return torch.where(x.isfinite(), x.clamp(least, HALF_MAX), x).half()
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

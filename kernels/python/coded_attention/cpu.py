@@ -17,12 +17,12 @@ def attend(query: Tensor, codes: CodedKV, mask: Tensor | None, routes: Tensor, r
     if kernels is None:
         with torch.autocast("cpu", enabled=False):
             return reference(query, codes, mask, routes, rule)
-    dtype = query.dtype if query.dtype == torch.bfloat16 else torch.float32
+    dtype = cpu.working_type(query, codes.exact_key, codes.exact_value)
     q, key, value = (cpu.dense(x, dtype) for x in (query, codes.exact_key, codes.exact_value))
     batch, heads, queries, head_dim = q.shape
     out = torch.empty(batch, queries, heads, value.shape[3], dtype=dtype).transpose(1, 2)
     mask = None if mask is None else mask if mask.stride(3) == 1 else mask.contiguous()
-    routes = routes.to(torch.uint8).contiguous()
+    routes = cpu.route_bytes(routes)
     bytes_of = [x.contiguous() for x in (codes.key_codes, codes.value_codes)]
     halves = [x.half().contiguous() for x in (codes.key_scale, codes.key_zero, codes.value_scale, codes.value_zero)]
     bounds = [None if x is None else x.float().contiguous() for x in (rule.clip_row, rule.clip_absolute, rule.s_aux)]

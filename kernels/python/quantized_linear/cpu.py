@@ -15,13 +15,13 @@ UNQUANTIZED_ROWS = 16
 def multiply(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:
     """See `quantized_linear`."""
     built = library()
-    if built is None or not _fits(x, layer):
+    if built is None or not _fits(x, layer) or not _inside(sink, len(x)):
         return reference(x, sink, layer)
     weight, scale, bias, rows, row_index, columns, column_index, input_scale, sink_scale, activations = layer
     if x.stride(1) != 1:
         x = x.contiguous()
     if sink is not None:
-        sink = sink.contiguous()
+        sink = sink.long().contiguous()
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty(m, n, dtype=x.dtype)
     native = columns if columns is not None else bias
@@ -58,14 +58,35 @@ def multiply(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:
 
 def _fits(x: Tensor, layer: Layer) -> bool:
     """Whether C++ knows the types and finds the tensors as it expects them."""
+    weight, columns, index = layer.weight, layer.native_columns, layer.native_column_index
     if x.dtype not in TYPES or (layer.activations == "native" and x.shape[0] > UNQUANTIZED_ROWS):
         return False
-    if not (layer.weight.is_contiguous() and layer.weight_scale.is_contiguous()):
+    if weight.dtype != torch.int8 or not weight.is_contiguous() or x.shape[1] != weight.shape[1]:
         return False
-    native = [tensor for tensor in (layer.bias, layer.native_columns) if tensor is not None]
-    return all(tensor.dtype in TYPES and tensor.dtype == native[0].dtype for tensor in native) and all(
-        tensor.is_contiguous() for tensor in native
-    )
+    if not _dense(layer.weight_scale, torch.float32, (weight.shape[0],)):
+        return False
+    if not all(scale is None or _dense(scale, torch.float32, (1,)) for scale in (layer.input_scale, layer.sink_scale)):
+        return False
+    if (columns is None) != (index is None):
+        return False
+    native = layer.bias if columns is None else columns
+    if native is None:
+        return True
+    fits = native.dtype in TYPES
+    if columns is not None and index is not None:
+        fits &= _dense(index, torch.int32, (len(index),)) and _dense(
+            columns, native.dtype, (weight.shape[0], len(index))
+        )
+    return fits and (layer.bias is None or _dense(layer.bias, native.dtype, (weight.shape[0],)))
+
+
+def _dense(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return x.dtype == dtype and tuple(x.shape) == shape and x.is_contiguous()
+
+
+def _inside(sink: Tensor | None, rows: int) -> bool:
+    """Whether all sink rows lie where C++ may write; the reference counts negative ones from the end, or raises."""
+    return sink is None or len(sink) == 0 or (int(sink.min()) >= 0 and int(sink.max()) < rows)
 
 
 __all__ = ["multiply"]

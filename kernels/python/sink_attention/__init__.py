@@ -116,12 +116,11 @@ def sink_attention(
         `[B, H, Lq, Dv]` in the type of `query`. A row without visible keys is zero.
 
     Raises:
-        ValueError: shapes, routes or options that do not fit together.
+        ValueError: shapes, routes or options that do not fit together; an input that needs a gradient.
     """
     _check(query, key, value, routes, key_mean, mask, sink_start)
-    for name, tensor in (("clip_row", clip_row), ("clip_absolute", clip_absolute), ("s_aux", s_aux)):
-        if tensor is not None:
-            _expect(name, tensor, (query.shape[1],))
+    check_limits("sink_attention", query.shape[1], softcap, clip_row, clip_absolute, s_aux)
+    check_gradient("sink_attention", query, key, value, s_aux)
     if weight_scale not in WEIGHT_SCALES:
         raise ValueError(f"sink_attention: weight_scale {weight_scale!r} is not one of {', '.join(WEIGHT_SCALES)}")
     if block < 1 or sink_size < 0:
@@ -175,6 +174,27 @@ def _check(
         if mask.dtype != torch.bool:
             raise ValueError(f"sink_attention: the mask must be boolean (true = visible), not {mask.dtype}")
         _expect("mask", mask, (1 if mask.shape[0] == 1 else batch, 1, queries, keys))
+
+
+def check_limits(
+    operator: str,
+    heads: int,
+    softcap: float | None,
+    clip_row: Tensor | None,
+    clip_absolute: Tensor | None,
+    s_aux: Tensor | None,
+) -> None:
+    for name, tensor in (("clip_row", clip_row), ("clip_absolute", clip_absolute), ("s_aux", s_aux)):
+        if tensor is not None and tuple(tensor.shape) != (heads,):
+            raise ValueError(f"{operator}: {name} must be {[heads]}, not {list(tensor.shape)}")
+    if softcap is not None and softcap < 0:
+        raise ValueError(f"{operator}: softcap {softcap} must not be negative")
+
+
+def check_gradient(operator: str, *tensors: Tensor | None) -> None:
+    """Codes have no gradient, and a backward pass that leaves one out would go unnoticed."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(f"{operator}: it has no gradient; call it under torch.no_grad() or on detached tensors")
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quantsink.kernels.cpu import library
-from quantsink.kernels.sink_attention.reference import Rule, reference
+from quantsink.kernels.sink_attention.reference import Route, Rule, reference
 
 BLOCK = 64
 """Keys that share a scale in the kernels."""
@@ -29,13 +29,13 @@ def attend(
         # Autocast would round integer sums to 16 bits.
         with torch.autocast("cpu", enabled=False):
             return reference(query, key, value, mask, routes, key_mean, sink_start, rule)
-    dtype = query.dtype if query.dtype == torch.bfloat16 else torch.float32
+    dtype = working_type(query, key, value)
     q, k, v = dense(query, dtype), dense(key, dtype), dense(value, dtype)
     batch, heads, queries, head_dim = q.shape
     out = torch.empty(batch, queries, heads, v.shape[3], dtype=dtype).transpose(1, 2)
     mask = None if mask is None else mask if mask.stride(3) == 1 else mask.contiguous()
     # Kept alive until the call is over.
-    routes = routes.to(torch.uint8).contiguous()
+    routes = route_bytes(routes)
     mean = key_mean.float().contiguous()
     start = None if sink_start is None else sink_start.long().contiguous()
     bounds = [None if x is None else x.float().contiguous() for x in (rule.clip_row, rule.clip_absolute, rule.s_aux)]
@@ -76,6 +76,20 @@ def applies(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> bool:
         and value.numel() > 0
         and all(x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in (query, key, value))
     )
+
+
+def working_type(*tensors: Tensor) -> torch.dtype:
+    """bfloat16 where all are; anything else is computed in float32, so that nothing given in float32 is rounded."""
+    return torch.bfloat16 if all(x.dtype == torch.bfloat16 for x in tensors) else torch.float32
+
+
+def route_bytes(routes: Tensor) -> Tensor:
+    """As uint8, which the kernels check; a wider type could wrap into the range."""
+    if routes.dtype != torch.uint8:
+        if not bool(((routes >= 0) & (routes <= max(Route))).all()):
+            raise ValueError(f"routes must be 0 (int8), 1 (sink) or 2 (native), not {routes.tolist()}")
+        routes = routes.to(torch.uint8)
+    return routes.contiguous()
 
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
