@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from quantsink.apply import check_unquantized
 from quantsink.architecture import Architecture
-from quantsink.calibration.calibration import FACTS, PARTIAL, Calibration, Domain, Settings, Statistics
+from quantsink.calibration.calibration import FACTS, PARTIAL, SCHEMA, Calibration, Domain, Settings, Statistics
 from quantsink.calibration.collect import FIRST_ROW, Collector, collecting
 from quantsink.calibration.text import Windows, parse_spec, sample_self, windows
 from quantsink.errors import CalibrationError, DataError, UsageError
@@ -165,6 +165,7 @@ class _State:
     def __init__(self, path: Path | None, facts: _Facts) -> None:
         self.path, self.facts, self.saved = path, facts, time.monotonic()
         self.identity = {
+            "schema": str(SCHEMA),
             "model": facts.model[0],
             "tokenizer": facts.tokenizer,
             "versions of torch and transformers": f"{torch.__version__} {transformers.__version__}",

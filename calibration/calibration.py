@@ -13,12 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from quantsink.architecture import Architecture, AttentionLayer
-from quantsink.calibration.statistics import BINS, Fields, empty_heads, empty_linear, merge
+from quantsink.calibration.statistics import BINS, FAR_WINDOWS, Fields, empty_heads, empty_linear, merge
 from quantsink.errors import CalibrationError
 from quantsink.files import contents, disk_errors, write_bytes, write_json
 from quantsink.kernels import Route
+from quantsink.plan import CachePlan
+from quantsink.source import model_fingerprint
 
-SCHEMA = 1
+SCHEMA = 2
 TENSORS, FACTS = "calibration.safetensors", "calibration.json"
 PARTIAL = "partial.safetensors"
 PICTURES = ("bos_mass.png", "entropy.png")
@@ -75,6 +77,24 @@ class Head:
     route: str
     domains: Mapping[str, Mapping[str, float]]
     """BOS mass and entropy by domain."""
+
+
+@dataclass(frozen=True)
+class KVHead:
+    """One KV head, over all domains."""
+
+    layer: int
+    kv_head: int
+    sink: bool
+    """Any query head of its group is a sink head."""
+    error: tuple[float, ...] | None
+    """Relative L2 error of the layer's attention output when this KV head alone is held as codes, by width (8, 4, 3 and
+    2 bits), sink tokens and the newest 64 tokens exact. None: no measured row saw a coded key."""
+    error_no_sink: tuple[float, ...] | None
+    """The same with the sink tokens coded like the rest."""
+    far: Mapping[int, float | None]
+    """By distance: mean weight on keys that are no sink token and lie that far or farther before the query; the largest
+    among the query heads of the group. None: no row saw such keys."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +167,37 @@ class Calibration:
                 )
         return found
 
+    def kv_heads(self, sink_threshold: float = 0.3, entropy_threshold: float = 1.0) -> list[KVHead]:
+        """Every KV head, in order of layer and KV head."""
+        total = self.total.heads
+        sinks = {(h.layer, h.kv_head) for h in self.heads(sink_threshold, entropy_threshold) if h.sink}
+        found = []
+        for layer in self.layers:
+            fields = total[layer.name]
+            far = (fields["far_mass"] / fields["far_rows"]).unflatten(0, (layer.kv_heads, -1)).amax(1)
+            errors = {
+                name: (fields[name] / fields["kv_energy"][:, None]).sqrt() for name in ("kv_error", "kv_error_no_sink")
+            }
+            for head in range(layer.kv_heads):
+                error, no_sink = (_all_known(errors[name][head].tolist()) for name in ("kv_error", "kv_error_no_sink"))
+                by_window = dict(zip(FAR_WINDOWS, map(_known, far[head].tolist()), strict=True))
+                sink = (layer.index, head) in sinks
+                found.append(KVHead(layer.index, head, sink, error, no_sink, by_window))
+        return found
+
+    def cache_plan(self, model: Any, **options: Any) -> CachePlan:
+        """What a `SinkCache` of `model` keeps; options as in `SinkCache.from_calibration`.
+
+        Raises:
+            CalibrationError: another model's calibration, or one that lacks what the options need.
+            RecipeError: an option that cannot be meant.
+        """
+        from quantsink.calibration.cache_plan import cache_plan
+
+        if getattr(model, "quantization_method", None) is None:
+            self.check_model(model_fingerprint(model), Architecture.of(model), type(model).__name__)
+        return cache_plan(self, **options)
+
     def save(self, folder: str | Path) -> None:
         """Write `calibration.safetensors`, then `calibration.json`, each whole; the JSON file makes it complete."""
         folder = Path(folder)
@@ -177,6 +228,7 @@ class Calibration:
             "domains": [dataclasses.asdict(domain) for domain in self.domains],
             "layers": [dataclasses.asdict(layer) for layer in self.layers],
             "heads": [dataclasses.asdict(head) for head in self.heads()],
+            "kv_heads": [dataclasses.asdict(head) for head in self.kv_heads()],
         }
 
     @classmethod
@@ -259,6 +311,10 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _all_known(values: list[float]) -> tuple[float, ...] | None:
+    return tuple(values) if all(map(math.isfinite, values)) else None
+
+
 def _read_facts(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -300,4 +356,15 @@ def _fields(prefix: str, like: Fields, tensors: Mapping[str, torch.Tensor]) -> F
     return found
 
 
-__all__ = ["BINS", "LEVELS", "Calibration", "Domain", "Head", "Settings", "Statistics", "head_means", "is_calibration"]
+__all__ = [
+    "BINS",
+    "LEVELS",
+    "Calibration",
+    "Domain",
+    "Head",
+    "KVHead",
+    "Settings",
+    "Statistics",
+    "head_means",
+    "is_calibration",
+]

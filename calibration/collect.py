@@ -6,6 +6,7 @@ that was hooked is as before afterwards, also after an exception.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,11 +19,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from quantsink.architecture import Architecture, AttentionLayer
 from quantsink.calibration.statistics import (
+    CodedPart,
     Fields,
     add,
+    code_window,
     empty_heads,
     empty_linear,
     measure_keys,
+    measure_kv,
+    measure_queries,
     measure_rows,
     measure_window,
 )
@@ -104,15 +109,19 @@ class Collector:
             rows = self._choose_rows(first, end, query.device)
             if not len(rows):
                 continue
+            measured = self.windows + row < self.error_windows
+            parts = code_window(key[row], value[row], (first, border), end) if measured else []
             total: Fields = {}
             for block in rows.split(ROW_BLOCK):
                 visible = _visible(mask, row, block, key.shape[2])
                 s = _scores(query[row][:, block], key[row], scaling, softcap)
-                found = measure_rows(s, visible, (first, border), s_aux)
+                found = measure_rows(s, visible, block, (first, border), s_aux)
                 add(into, found)
-                if self.windows + row < self.error_windows:
+                add(into, measure_queries(query[row][:, block], layer.kv_heads))
+                if measured:
                     inputs = (query[row : row + 1, :, block], key[row : row + 1], value[row : row + 1])
-                    add(into, self._errors(layer, *inputs, visible, (first, end), scaling, softcap, s_aux))
+                    rule = (scaling, softcap, s_aux)
+                    add(into, self._errors(layer, *inputs, visible, (first, end), *rule, block, parts))
                 total = {n: total[n] + v if n in total else v for n, v in found.items() if not n.endswith("max")}
             add(into, measure_window(total))
 
@@ -133,12 +142,18 @@ class Collector:
         scaling: float,
         softcap: float | None,
         s_aux: Tensor | None,
+        rows: Tensor,
+        parts: list[CodedPart],
     ) -> dict[str, Tensor]:
-        """Squared error of each head's output after the output projection, on the `int8` and on the `sink` route."""
+        """Squared error of each head's output after the output projection, on the `int8` and on the `sink` route; and
+        of each KV head's, with its keys and values as codes."""
         weight = self._modules[layer.o].weight.detach().float().view(-1, layer.heads, layer.head_dim)
         if layer.name not in self._gram:
-            self._gram[layer.name] = torch.einsum("ohd,ohe->hde", weight, weight)
+            joint = weight.unflatten(1, (layer.kv_heads, -1)).flatten(2)
+            self._gram[layer.name] = torch.einsum("okd,oke->kde", joint, joint)
         gram = self._gram[layer.name]
+        group = layer.heads // layer.kv_heads
+        own = gram.view(-1, group, layer.head_dim, group, layer.head_dim).diagonal(dim1=1, dim2=3)
         first, end = real
         mean = k[0, :, min(first + self.sink_size, end - 1) : end].float().mean(1)
         start = torch.tensor([first], device=k.device)
@@ -160,12 +175,18 @@ class Collector:
             )[0]
 
         exact = run(Route.NATIVE)
-        whole = torch.einsum("hqd,ohd->qo", exact, weight).square().sum()
+        energy = torch.einsum("hqd,ohd->qo", exact, weight).square().sum(-1)
         found = {"error_rows": torch.full((layer.heads,), float(len(visible)))}
-        found["output_energy"] = whole.double().expand(layer.heads)
+        found["output_energy"] = energy.double().sum().expand(layer.heads)
         for name, route in (("error_int8", Route.INT8), ("error_sink", Route.SINK)):
             delta = run(route) - exact
-            found[name] = torch.einsum("hqd,hde,hqe->h", delta, gram, delta).double().clamp(min=0)
+            delta = delta.unflatten(0, (layer.kv_heads, group))
+            error = torch.einsum("kgqd,kdeg,kgqe->kg", delta, own, delta)
+            found[name] = error.flatten().double().clamp(min=0)
+        if parts:
+            logits = functools.partial(_scores, scaling=scaling, softcap=softcap)
+            exact_kv = (q[0].float(), k[0].float(), v[0].float())
+            found |= measure_kv(*exact_kv, visible, rows, parts, logits, gram, energy, s_aux)
         return found
 
     def linear(self, name: str, x: Tensor) -> None:

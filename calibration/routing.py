@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantsink.architecture import AttentionLayer
+from quantsink.calibration.cache_plan import cache_options, cache_plan
 from quantsink.calibration.calibration import Calibration, Head
 from quantsink.calibration.statistics import BIN_WIDTH, Fields
 from quantsink.errors import CalibrationError, RecipeError
@@ -63,7 +64,10 @@ def plan(calibration: Calibration, recipe: str | Recipe = "w8a8") -> Plan:
             if not excluded(name, recipe.exclude):
                 rows, columns = slices.get(name, ((), ()))
                 linears[name] = plan_linear(name, fields, recipe.activations, rows, columns, notes)
-    return Plan(recipe, sink_size, linears, attentions, tuple(notes))
+    cache = None
+    if recipe.kv_cache.bits is not None:
+        cache = cache_plan(calibration, **cache_options(recipe.kv_cache))
+    return Plan(recipe, sink_size, linears, attentions, cache, tuple(notes))
 
 
 def choose_routes(calibration: Calibration, recipe: Recipe) -> dict[Place, Route]:

@@ -4,18 +4,26 @@ Two partial measurements of the same model merge field by field (`merge`), which
 work. All fields are float64 on the CPU. Shapes: H query heads, KVH key/value heads, D head size, K inputs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantsink.architecture import AttentionLayer
+from quantsink.kernels.coded_attention.codes import BLOCK, WIDTHS, Record, decode, encode
 
 BIN_WIDTH = 0.5
 BINS = 81
 """Histogram of (row maximum - logit): 80 bins of 0.5, then everything from 40 up."""
 HIDDEN = 1e4
 """Distance given to keys that a query does not see: their weight is 0, and they fall into the last bin."""
+FAR_WINDOWS = (64, 128, 256, 512, 1024)
+"""Distances from the query beyond which the weight that is no sink token's is summed."""
+RESIDUAL = 64
+"""Newest tokens, the query's own among them, that the measured cache keeps exact."""
+CODED_MULTIPLE = 16
+"""Head sizes that codes have a place for are multiples of this."""
 
 SUMS = (
     "rows",
@@ -32,10 +40,18 @@ SUMS = (
     "rest_peak",
     "key_sum",
     "key_count",
+    "query_gram",
+    "query_rows",
     "error_rows",
     "error_int8",
     "error_sink",
     "output_energy",
+    "kv_error",
+    "kv_error_no_sink",
+    "kv_rows",
+    "kv_energy",
+    "far_mass",
+    "far_rows",
     "input_peak",
     "input_windows",
 )
@@ -63,11 +79,16 @@ def empty_heads(layer: AttentionLayer) -> Fields:
     below the row's maximum; `rest_peak` row maximum of the weights without the sink; `key_sum [KVH, D]`, `key_count
     [KVH]` without sink tokens; ranges with (`*_sink_*`: the sink tokens alone) and without; `error_* [H]` squared
     error of the attention output, after the output projection, on each route, and `output_energy [H]` the layer's
-    squared output.
+    squared output; `kv_error`, `kv_error_no_sink [KVH, 4]`, `kv_rows`, `kv_energy [KVH]` as `measure_kv` has them;
+    `far_mass [H, 5]` weight on keys that are no sink token and lie `FAR_WINDOWS` or more positions before the query,
+    `far_rows [H, 5]` the rows that see such keys; `query_gram [KVH, D, D]`, `query_rows [KVH]` as `measure_queries`.
     """
     h, kv, d = (layer.heads,), (layer.kv_heads,), (layer.kv_heads, layer.head_dim)
     shapes: dict[str, tuple[int, ...]] = {name: h for name in SUMS if not name.startswith("input")}
     shapes |= {"gap_count": (*h, BINS), "gap_mass": (*h, BINS), "key_sum": d, "key_count": kv}
+    shapes |= {name: (*kv, len(WIDTHS)) for name in ("kv_error", "kv_error_no_sink")}
+    shapes |= {"kv_rows": kv, "kv_energy": kv, "query_gram": (*d, layer.head_dim), "query_rows": kv}
+    shapes |= {name: (*h, len(FAR_WINDOWS)) for name in ("far_mass", "far_rows")}
     fields = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     ranges: dict[str, tuple[int, ...]] = {"logit_max": h, "rest_peak_max": h}
     ranges |= {name: d for name in MAXIMA if name.startswith(("key", "value"))}
@@ -101,13 +122,14 @@ def merge(parts: Iterable[Mapping[str, Tensor]]) -> Fields:
 
 
 def measure_rows(
-    scores: Tensor, visible: Tensor, sink: tuple[int, int], s_aux: Tensor | None = None
+    scores: Tensor, visible: Tensor, rows: Tensor, sink: tuple[int, int], s_aux: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Statistics of a block of query rows.
 
     Args:
         scores: `[H, Q, L]` logits as softmax sees them (scaled, soft-capped), unmasked.
         visible: `[Q, L]`, true where the query sees the key; nothing before the sink tokens is visible.
+        rows: `[Q]` the queries' own columns.
         sink: columns from the first real token to behind the last sink token.
         s_aux: `[H]` learned sink logits, part of the denominator.
     """
@@ -125,6 +147,10 @@ def measure_rows(
     entropy = entropy / visible.sum(-1).clamp(min=2).log()
     rest_peak = weights[..., border:].amax(-1) if border < weights.shape[-1] else torch.zeros_like(entropy)
 
+    age = rows[:, None] - torch.arange(weights.shape[-1], device=rows.device)
+    far = torch.stack([visible & (age >= window) for window in FAR_WINDOWS], -1)  # [Q, L, 5]
+    far[:, :border] = False
+
     bins = (
         (gap / BIN_WIDTH).clamp_(max=BINS - 1).long().add_(torch.arange(heads, device=s.device)[:, None, None] * BINS)
     )
@@ -141,6 +167,8 @@ def measure_rows(
         "gap_mass": mass,
         "rest_peak": rest_peak.double().sum(-1),
         "rest_peak_max": rest_peak.amax(-1),
+        "far_mass": (weights.transpose(0, 1) @ far.to(weights)).double().sum(0),
+        "far_rows": far.any(1).sum(0).expand(heads, -1),
     }
 
 
@@ -154,6 +182,15 @@ def measure_window(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "bos_mass_window_sq": bos**2,
         "entropy_window": entropy,
         "entropy_window_sq": entropy**2,
+    }
+
+
+def measure_queries(query: Tensor, kv_heads: int) -> dict[str, Tensor]:
+    """Sums of `q q^T` over query rows `[H, Q, D]` and the heads of each KV head's group: what a key's error costs."""
+    grouped = query.float().unflatten(0, (kv_heads, -1)).flatten(1, 2)
+    return {
+        "query_gram": (grouped.mT @ grouped).double(),
+        "query_rows": torch.full((kv_heads,), float(grouped.shape[1])),
     }
 
 
@@ -172,3 +209,102 @@ def measure_keys(key: Tensor, value: Tensor, sink: Tensor) -> dict[str, Tensor]:
         low, high = sink_k.amin(1), sink_k.amax(1)
         found |= {"key_sink_max": high, "key_sink_min_negated": -low, "value_sink_amax": sink_v.abs().amax(1)}
     return found
+
+
+@dataclass(frozen=True)
+class CodedPart:
+    """Whole blocks of one sequence's keys and values `[KVH, N, D]` as codes of one width give them back.
+
+    They begin at column `start`; `field`, `width` say where their error is summed.
+    """
+
+    field: str
+    width: int
+    start: int
+    key: Tensor
+    value: Tensor
+
+
+def code_window(key: Tensor, value: Tensor, sink: tuple[int, int], end: int) -> list[CodedPart]:
+    """What a cache would code of one sequence `[KVH, L, D]`, at each width, with the sink tokens exact and without.
+
+    `sink` as in `measure_rows`; columns from `end` on are no real tokens. Empty where not one block behind the sink
+    tokens grows old, or codes have no place for the head size.
+    """
+    if end - RESIDUAL - sink[1] < BLOCK or key.shape[-1] % CODED_MULTIPLE or value.shape[-1] % CODED_MULTIPLE:
+        return []
+    parts = []
+    for field, start in (("kv_error", sink[1]), ("kv_error_no_sink", sink[0])):
+        blocks = (end - RESIDUAL - start) // BLOCK
+        k, v = (x[:, start : start + blocks * BLOCK].unflatten(1, (blocks, BLOCK)) for x in (key, value))
+        for width, bits in enumerate(WIDTHS):
+            coded = decode(encode(k, v, bits), Record(bits, k.shape[-1], v.shape[-1]))
+            parts.append(CodedPart(field, width, start, coded[0].flatten(1, 2), coded[1].flatten(1, 2)))
+    return parts
+
+
+def measure_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    rows: Tensor,
+    parts: list[CodedPart],
+    logits: Callable[[Tensor, Tensor], Tensor],
+    gram: Tensor,
+    energy: Tensor,
+    s_aux: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What it costs the layer's output to hold one KV head's keys and values as codes, for each KV head alone.
+
+    A query sees the blocks of `parts` as codes that lie wholly `RESIDUAL` or more positions before it, all else exact:
+    `kv_error [KVH, widths]` with the sink tokens exact, `kv_error_no_sink` with blocks from the first token on, are
+    squared errors of the attention output after the output projection. Only rows that see a coded key count:
+    `kv_rows` and `kv_energy [KVH]`, the layer's squared output in them.
+
+    Args:
+        query, key, value: `[H, Q, D]`, `[KVH, L, D]` in float32.
+        visible, rows, s_aux: as in `measure_rows`.
+        parts: of `code_window`, not empty.
+        logits: scaled and soft-capped `[H, Q, L]` of queries and keys.
+        gram: `[KVH, G D, G D]` of the output projection's columns of each KV head's G query heads.
+        energy: `[Q]` squared output of the layer.
+    """
+    kv_heads, length = key.shape[:2]
+    columns = torch.arange(length, device=key.device)
+    counted = (visible & _old(rows, columns, parts[0].start)).any(-1)
+    if not counted.any():
+        return {}
+    query, visible, rows, energy = query[:, counted], visible[counted], rows[counted], energy[counted]
+
+    def weights(s: Tensor) -> Tensor:
+        s = s.masked_fill(~visible, -torch.inf)
+        if s_aux is None:
+            return s.softmax(-1)
+        return torch.cat([s, s_aux.to(s)[:, None, None].expand(*s.shape[:2], 1)], -1).softmax(-1)[..., :-1]
+
+    def product(p: Tensor, v: Tensor) -> Tensor:
+        """`[KVH, G Q, D]`: the rows of a KV head's query heads below each other."""
+        return p.reshape(kv_heads, -1, p.shape[-1]) @ v
+
+    s = logits(query, key)
+    exact = product(weights(s), value)
+    found = {name: torch.zeros(kv_heads, len(WIDTHS), dtype=torch.float64) for name in ("kv_error", "kv_error_no_sink")}
+    for part in parts:
+        where = slice(part.start, part.start + part.key.shape[1])
+        old = _old(rows, columns[where], part.start)
+        coded = s.clone()
+        coded[..., where] = torch.where(old, logits(query, part.key), s[..., where])
+        p = weights(coded)
+        output = product(p, value) + product(p[..., where] * old, part.value - value[:, where])
+        delta = (output - exact).unflatten(1, (-1, len(rows))).transpose(1, 2).flatten(2)  # [KVH, Q, G D]
+        found[part.field][:, part.width] = ((delta @ gram) * delta).sum((1, 2)).double().clamp(min=0)
+    found["kv_rows"] = torch.full((kv_heads,), float(len(rows)))
+    found["kv_energy"] = energy.double().sum().expand(kv_heads)
+    return found
+
+
+def _old(rows: Tensor, columns: Tensor, start: int) -> Tensor:
+    """`[Q, N]`: whether a query at `rows` finds `columns` in a block from `start` on that is old enough to be coded."""
+    stop = start + (rows + 1 - RESIDUAL - start) // BLOCK * BLOCK
+    return (columns >= start) & (columns < stop[:, None])

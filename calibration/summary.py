@@ -10,6 +10,8 @@ from rich.text import Text
 from quantsink.calibration.calibration import LEVELS, Calibration, Head
 
 STRONGEST = 10
+NEAR, NEAR_MASS = 256, 0.02
+"""A KV head is near-sighted where at most this share of its weight, sink tokens left out, lies that far away."""
 
 
 def differing(calibration: Calibration) -> list[Head]:
@@ -24,6 +26,14 @@ def counts(calibration: Calibration) -> dict[str, int]:
     return {name: sum(h.bos_mass >= limit for h in heads) for name, limit in LEVELS.items()}
 
 
+def kv_counts(calibration: Calibration) -> dict[str, int | None]:
+    """KV heads in all, those that hold a sink head, and near-sighted ones: None where no window was long enough."""
+    heads = calibration.kv_heads()
+    far = [mass for h in heads if (mass := h.far[NEAR]) is not None]
+    near = sum(mass <= NEAR_MASS for mass in far) if far else None
+    return {"all": len(heads), "sink": sum(h.sink for h in heads), "near": near}
+
+
 def as_dict(calibration: Calibration, folder: str) -> dict[str, Any]:
     """What `--json` prints: counts, conditions and where the tables lie."""
     return {
@@ -32,6 +42,7 @@ def as_dict(calibration: Calibration, folder: str) -> dict[str, Any]:
         "bos": calibration.bos,
         "heads": len(calibration.heads()),
         "sink_heads": counts(calibration),
+        "kv_heads": kv_counts(calibration),
         "differing_heads": [[h.layer, h.head] for h in differing(calibration)],
         "domains": [{"name": d.name, "tokens": d.tokens, "windows": d.windows} for d in calibration.domains],
     }
@@ -57,6 +68,13 @@ def _parts(calibration: Calibration) -> Iterator[RenderableType]:
     for name, number in counts(calibration).items():
         levels.add_row(name, f">= {LEVELS[name]}", f"{number} of {len(heads)}")
     yield levels
+
+    kv = kv_counts(calibration)
+    near = "not measured: windows too short" if kv["near"] is None else f"{kv['near']}"
+    yield Text(
+        f"KV heads: {kv['all']}; {kv['sink']} hold a sink head; with at most {NEAR_MASS:.0%} of their weight beyond "
+        f"{NEAR} tokens: {near}"
+    )
 
     strongest = Table(title=f"The {STRONGEST} strongest", title_justify="left")
     for column in ("layer", "head", "KV head", "BOS mass", "+-", "entropy", "INT8 error", "with sink split"):

@@ -1,5 +1,7 @@
 """What quantization cost: perplexity, divergence from the reference, true bits, and the report that holds them."""
 
+from quantsink.eval.caches import cache_methods, parse_widths
+from quantsink.eval.divergence import PREFILL
 from quantsink.eval.measurement import measure
 from quantsink.eval.methods import METHODS, Method, from_recipe, parse_methods
 from quantsink.eval.perplexity import EvalText, EvalWindow, cut, read
@@ -8,6 +10,7 @@ from quantsink.eval.rows import CalibrationFacts, Conditions, Footprint, Row, co
 
 __all__ = [
     "METHODS",
+    "PREFILL",
     "CalibrationFacts",
     "Conditions",
     "EvalText",
@@ -16,10 +19,12 @@ __all__ = [
     "Method",
     "Report",
     "Row",
+    "cache_methods",
     "compare_conditions",
     "cut",
     "from_recipe",
     "measure",
     "parse_methods",
+    "parse_widths",
     "read",
 ]

@@ -3,6 +3,8 @@
 The reference runs once; its log-probabilities wait in a temporary memory-mapped file (float32, T x V x 4 bytes for T
 scored tokens and V vocabulary entries), so no model needs a second one beside it. Rows are taken a few at a time: what
 scoring adds to the model's own logits is some 64 MiB tensors, also with 262k entries.
+
+A KV cache is measured as it is used: each window fills a fresh one, `PREFILL` tokens first, then `CHUNK` at a time.
 """
 
 import contextlib
@@ -15,14 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantsink.context import cache_argument
 from quantsink.errors import OutputError, QuantSinkError
 from quantsink.eval.perplexity import EvalWindow
 
 CHUNK_ELEMENTS = 1 << 24
 """Log-probabilities held at once: 64 MiB in float32."""
 
+PREFILL, CHUNK = 128, 32
+"""Tokens fed to a model with a KV cache at first, and at a time from then on."""
+
 Progress = Callable[[str, int, int], None]
 """Called with the method's name, windows done and windows in all."""
+MakeCache = Callable[[], Any]
+"""Gives a fresh transformers cache."""
+SeeCache = Callable[[EvalWindow, Any], None]
+"""Called with each window and the cache that it filled."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +105,20 @@ def score_reference(
 
 
 def score(
-    model: Any, windows: Sequence[EvalWindow], store: LogProbs, *, name: str, progress: Progress | None = None
+    model: Any,
+    windows: Sequence[EvalWindow],
+    store: LogProbs,
+    *,
+    name: str,
+    progress: Progress | None = None,
+    cache: MakeCache | None = None,
+    see: SeeCache | None = None,
 ) -> tuple[WindowSums, ...]:
     """Score a model against the reference's log-probabilities on the same windows.
+
+    Args:
+        cache: makes the KV cache that each window is read through; None = one pass without a cache.
+        see: called with each window's cache once it is full.
 
     Raises:
         QuantSinkError: logits that are not finite, or of another vocabulary; the message names the method.
@@ -105,13 +126,16 @@ def score(
     found, base = [], 0
     for number, window in enumerate(windows, 1):
         nll, kl, top1 = 0.0, 0.0, 0
-        for first, rows, targets in _scored(model, window, name):
+        filled = None if cache is None else cache()
+        for first, rows, targets in _scored(model, window, name, filled):
             if rows.shape[1] != store.vocabulary:
                 raise QuantSinkError(f"{name}: {rows.shape[1]} logits a token, the reference has {store.vocabulary}")
             wanted = store.rows(base + first, len(rows)).to(rows.device)
             nll += _nll(rows, targets)
             kl += float(divergence(wanted, rows).sum())
             top1 += int((wanted.argmax(-1) == rows.argmax(-1)).sum())
+        if see is not None and filled is not None:
+            see(window, filled)
         base += window.scored
         found.append(WindowSums(nll, kl, top1, window.scored))
         if progress is not None:
@@ -129,11 +153,13 @@ def _nll(rows: Tensor, targets: Tensor) -> float:
 
 
 @torch.no_grad()
-def _scored(model: Any, window: EvalWindow, name: str) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _scored(
+    model: Any, window: EvalWindow, name: str, cache: Any | None = None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first row, log-probabilities `[R, V]` float32, targets `[R]`) over the scored tokens of one window."""
     device = next(model.parameters()).device
     with _evaluating(model):
-        logits = model(input_ids=window.ids[None].to(device), use_cache=False).logits[0]
+        logits = _logits(model, window.ids.to(device), cache)
     logits = logits[window.first_scored - 1 : -1]
     targets = window.ids[window.first_scored :].to(device)
     step = max(1, CHUNK_ELEMENTS // logits.shape[1])
@@ -142,6 +168,16 @@ def _scored(model: Any, window: EvalWindow, name: str) -> Iterator[tuple[int, Te
         if not bool(torch.isfinite(chunk).all()):
             raise QuantSinkError(f"{name}: its logits contain NaN or inf; no figure can be given for it")
         yield first, chunk.log_softmax(-1), targets[first : first + step]
+
+
+def _logits(model: Any, ids: Tensor, cache: Any | None) -> Tensor:
+    """`[L, V]` of a sequence `[L]`: in one pass, or through a cache part by part."""
+    if cache is None:
+        logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
+        return logits
+    argument = {cache_argument(model): cache}
+    parts = [ids[:PREFILL], *ids[PREFILL:].split(CHUNK)] if len(ids) > PREFILL else [ids]
+    return torch.cat([model(input_ids=part[None], use_cache=True, **argument).logits[0] for part in parts])
 
 
 @contextlib.contextmanager

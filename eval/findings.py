@@ -1,6 +1,7 @@
 """What helped and what did not: computed from the rows, by the interval of their paired difference."""
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,14 @@ QUESTIONS = (
     ("w8a8-static", "w8a8-static-plain", "Static scales: a table of its own for sink tokens, outlier columns native"),
 )
 """(what is tried, what it is held against, in words)."""
+CACHE_QUESTIONS = (
+    ("kv{b}", "hqq-kv{b}", "A {b}-bit KV cache: quantsink's, not HQQ's"),
+    ("kv{b}", "kv{b}-no-sinks", "A {b}-bit KV cache: the sink exact at the same bits"),
+    ("kv{b}", "kv{b}-nearest", "A {b}-bit KV cache: keys rounded for calibrated queries, not each number by itself"),
+    ("kv{b}", "kv{b}-uniform", "A {b}-bit KV cache: heads' widths by measured error, not all alike"),
+    ("kv{b}", "kv{b}-random", "A {b}-bit KV cache: choosing the heads' widths by measured error, not at random"),
+)
+"""The same for KV caches, asked at each width `b` that was measured."""
 
 HELPED, HURT, SAME, UNDECIDED = "helped", "hurt", "no difference shown", "not decided"
 
@@ -38,9 +47,15 @@ class Finding:
 def findings(rows: Iterable[Row]) -> list[Finding]:
     """One for each question whose two rows were measured."""
     measured = {row.method: row for row in rows if row.ok}
+    widths = [found[1] for name in measured if (found := re.fullmatch(r"kv(\d+)", name))]
+    asked = list(QUESTIONS)
+    for b in widths:
+        asked += [
+            (tried.format(b=b), against.format(b=b), words.format(b=b)) for tried, against, words in CACHE_QUESTIONS
+        ]
     return [
         _finding(measured[tried], measured[against], question)
-        for tried, against, question in QUESTIONS
+        for tried, against, question in asked
         if tried in measured and against in measured
     ]
 
@@ -49,13 +64,17 @@ def _finding(tried: Row, against: Row, question: str) -> Finding:
     assert tried.kl is not None
     assert against.kl is not None
     bounds = difference_interval(tried.windows, against.windows)
-    evidence = f"KL {number(tried.kl)} ({tried.method}) against {number(against.kl)} ({against.method})"
+    evidence = f"KL {number(tried.kl)} ({_named(tried)}) against {number(against.kl)} ({_named(against)})"
     if bounds is None:
         return Finding(question, tried.method, against.method, UNDECIDED, f"{evidence}; one window gives no interval")
     low, high = bounds
     verdict = HELPED if high < 0 else HURT if low > 0 else SAME
     evidence += f"; difference {number(tried.kl - against.kl)}, 95 % interval {number(low)} to {number(high)}"
     return Finding(question, tried.method, against.method, verdict, evidence)
+
+
+def _named(row: Row) -> str:
+    return row.method if row.kv_bytes is None else f"{row.method}, {row.bits_kv:.2f} bits"
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -19,9 +19,10 @@ from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
 from quantsink.errors import CheckpointError, QuantSinkError, UsageError
-from quantsink.eval.divergence import LogProbs, Progress, WindowSums, log_probs, score, score_reference
+from quantsink.eval.caches import Weight
+from quantsink.eval.divergence import PREFILL, LogProbs, Progress, WindowSums, log_probs, score, score_reference
 from quantsink.eval.footprint import count_parameters, footprint, payload_on_disk
-from quantsink.eval.methods import METHODS, Method, NotRunError, quiet_peers
+from quantsink.eval.methods import METHODS, PEERS, Method, NotRunError, quiet_peers
 from quantsink.eval.perplexity import EvalText
 from quantsink.eval.report import Report
 from quantsink.eval.rows import CalibrationFacts, Conditions, Row, Versions
@@ -68,6 +69,8 @@ def measure(
         UsageError, CalibrationError, ModelError, ArchitectureError: before any work.
         CheckpointError: a checkpoint of another architecture, vocabulary or dtype than the reference.
         QuantSinkError: a method whose logits are not finite. Of another toolkit's method the row states it instead.
+
+    A method with a cache needs `text` with a context of `PREFILL` tokens: before them its cache has cost nothing yet.
     """
     check_unquantized(model)
     architecture, parameters = Architecture.of(model), count_parameters(model)
@@ -79,6 +82,8 @@ def measure(
     for method in methods:
         if method.calibrated and calibration is None:
             raise UsageError(f"{method.name}: needs a calibration of {model_name}; give --calibration")
+        if method.cache is not None and text.context < PREFILL:
+            raise UsageError(f"{method.name}: shows only behind its prefill; read the text with context={PREFILL}")
     if checkpoints and load_checkpoint is None:
         raise UsageError("checkpoints need load_checkpoint, which gives the model of a folder")
     payloads = [payload_on_disk(folder) for folder in checkpoints]
@@ -97,17 +102,29 @@ def measure(
 
 
 def _measure_method(bench: _Bench, method: Method, calibration: Calibration | None) -> Row:
+    weight = Weight()
     try:
         with quiet_peers():
             built = method.build(copy.deepcopy(bench.model), calibration)
-            sums = score(built, bench.text.windows, bench.store, name=method.name, progress=bench.progress)
+            make = None if method.cache is None else method.cache(built, calibration)
+            sums = score(
+                built,
+                bench.text.windows,
+                bench.store,
+                name=method.name,
+                progress=bench.progress,
+                cache=make,
+                see=weight.see,
+            )
     except NotRunError as error:
         return Row(method.name, method.description, method.group, f"not run: {error}")
     except QuantSinkError as error:
-        if method.group != "peer":
+        if method.group not in PEERS:
             raise
         return Row(method.name, method.description, method.group, f"failed: {error}")
     size = footprint(built, bench.architecture, bench.parameters)
+    if make is not None:
+        size = dataclasses.replace(size, bits_kv=weight.bits, kv_bytes=weight.size)
     return Row.of(method.name, method.description, method.group, size, sums, bench.sums)
 
 
@@ -180,6 +197,7 @@ def _conditions(
         data_fingerprint=text.fingerprint,
         length=text.length,
         stride=text.stride,
+        context=text.context,
         bos=text.bos,
         windows=len(text.windows),
         scored=text.scored,
@@ -222,5 +240,5 @@ def _versions() -> Versions:
         except importlib.metadata.PackageNotFoundError:
             return "not installed"
 
-    packages = ("torch", "transformers", "quantsink", "bitsandbytes")
+    packages = ("torch", "transformers", "quantsink", "bitsandbytes", "hqq")
     return Versions(platform.python_version(), *(version(package) for package in packages))

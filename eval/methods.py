@@ -17,6 +17,7 @@ from quantsink.architecture import Architecture
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
 from quantsink.errors import QuantSinkError, UsageError
+from quantsink.eval.divergence import MakeCache
 from quantsink.recipe import PRESETS, Activations, Attention, Clip, Recipe
 
 OUTLIER_THRESHOLD = 6.0
@@ -31,10 +32,16 @@ GROUPS = {
     "preset": "quantsink's presets, whole model",
     "control": "Controls",
     "checkpoint": "Checkpoints, as they lie on disk",
+    "cache": "KV caches, weights native",
+    "peer-cache": "Other KV caches",
 }
 """Groups of rows in the order of the report, with their headings."""
 WHOLE_MODEL = ("peer", "plain", "preset", "control", "checkpoint")
 """Groups whose linear layers are quantized."""
+CACHES = ("cache", "peer-cache")
+"""Groups measured through a KV cache."""
+PEERS = ("peer", "peer-cache")
+"""Groups of other toolkits' methods: one that fails is a row that says so."""
 
 
 class NotRunError(QuantSinkError):
@@ -43,13 +50,18 @@ class NotRunError(QuantSinkError):
 
 @dataclass(frozen=True)
 class Method:
-    """One row. `build` takes a model of its own to change, and the calibration where `calibrated`."""
+    """One row.
+
+    `build` takes a model of its own to change, and the calibration where `calibrated`; `cache`, given the model that
+    was built, returns what makes the KV cache that each window is read through.
+    """
 
     name: str
     description: str
     group: str
     build: Callable[[Any, Calibration | None], Any]
     calibrated: bool = True
+    cache: Callable[[Any, Calibration | None], MakeCache] | None = None
 
 
 def parse_methods(names: str = "all") -> tuple[Method, ...]:
@@ -104,7 +116,7 @@ def _linear8bit(device: torch.device) -> Callable[[nn.Linear], nn.Module]:
     try:
         bitsandbytes: Any = importlib.import_module("bitsandbytes")
     except Exception as error:
-        raise NotRunError(f"bitsandbytes cannot be imported: {_line(error)}") from error
+        raise NotRunError(f"bitsandbytes cannot be imported: {one_line(error)}") from error
 
     def convert(linear: nn.Linear) -> nn.Module:
         new: nn.Module = bitsandbytes.nn.Linear8bitLt(
@@ -124,7 +136,7 @@ def _linear8bit(device: torch.device) -> Callable[[nn.Linear], nn.Module]:
     try:
         convert(nn.Linear(32, 32))(torch.ones(1, 32, device=device))
     except Exception as error:
-        raise NotRunError(f"bitsandbytes does not run on {device}: {_line(error)}") from error
+        raise NotRunError(f"bitsandbytes does not run on {device}: {one_line(error)}") from error
     return convert
 
 
@@ -140,7 +152,7 @@ def quiet_peers() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 

@@ -1,7 +1,8 @@
 """From a text spec to evaluation windows in which every text token is scored exactly once.
 
 A window is what the model sees; `first_scored` says where the tokens begin that no earlier window has scored. With
-stride below the window's length the windows overlap, and the overlap is context only.
+stride below the window's length the windows overlap, and the overlap is context only. With `context` the first tokens
+of every window are: what a KV cache costs shows only behind its prefill.
 """
 
 import hashlib
@@ -37,6 +38,7 @@ class EvalText:
 
     scored: tokens that are scored. tokens: sum of the windows' lengths, BOS and overlaps included.
     bos: token id that starts each window, or None. removed_bos: BOS ids of the text itself, taken out.
+    context: tokens at the start of each window that are never scored, BOS included.
     complete: False where `max_windows` left text unread.
     fingerprint: sha256 over ids, length, stride, BOS and which tokens are scored.
     """
@@ -52,19 +54,23 @@ class EvalText:
     length: int
     stride: int
     removed_bos: int = 0
+    context: int = 0
 
 
-def cut(ids: Tensor, *, length: int, stride: int | None = None, bos: int | None = None) -> list[EvalWindow]:
+def cut(
+    ids: Tensor, *, length: int, stride: int | None = None, bos: int | None = None, context: int = 0
+) -> list[EvalWindow]:
     """Cut one document's ids `[T]` (without BOS) into windows of `length` tokens, BOS included where there is one.
 
     A window starts `stride` text tokens after the one before; the default, length - 1, is the largest in which every
     token still has a token before it. Each text token is scored once; without a BOS the document's first is not, for
-    nothing predicts it.
+    nothing predicts it. Nor are the first `context` tokens of each window, unless an earlier window scored them; a
+    window that has no other tokens is left out.
 
     Raises:
-        UsageError: length < 2, or a stride that leaves tokens unscored.
+        UsageError: length < 2, a stride that leaves tokens unscored, or a context that leaves none to score.
     """
-    stride = _check_layout(length, stride)
+    stride = _check_layout(length, stride, context)
     prefix = [] if bos is None else [bos]
     size = length - len(prefix)
     done = 0 if prefix else 1
@@ -74,7 +80,10 @@ def cut(ids: Tensor, *, length: int, stride: int | None = None, bos: int | None 
         if end <= done:
             break
         window = torch.cat([torch.tensor(prefix, dtype=torch.int64), ids[start:end].long()])
-        found.append(EvalWindow(window, done - start + len(prefix)))
+        first = max(done - start + len(prefix), context)
+        if first >= len(window):  # a rest of the document
+            break
+        found.append(EvalWindow(window, first))
         done = end
     return found
 
@@ -87,6 +96,7 @@ def read(
     stride: int | None = None,
     max_windows: int | None = None,
     bos: bool = True,
+    context: int = 0,
 ) -> EvalText:
     """Read a text spec (docs/cli.md) into windows. No window spans two documents; no more is read than is needed.
 
@@ -97,7 +107,7 @@ def read(
     source = parse_spec(spec)
     if source.kind == "self":
         raise UsageError("--data self: text that the model wrote itself says little about its loss; name a text")
-    step = _check_layout(length, stride)
+    step = _check_layout(length, stride, context)
     if max_windows is not None and max_windows < 1:
         raise UsageError(f"--max-windows {max_windows}: 1 or more")
     start_token = tokenizer.bos_token_id if bos else None
@@ -107,7 +117,7 @@ def read(
         missing = _NO_LIMIT if max_windows is None else max_windows - len(found)
         ids, dropped = _ids(tokenizer, text, min(missing * step + length + 1, _NO_LIMIT))
         removed += dropped
-        for window in cut(ids, length=length, stride=step, bos=start_token):
+        for window in cut(ids, length=length, stride=step, bos=start_token, context=context):
             if len(found) == max_windows:
                 complete = False
                 break
@@ -128,12 +138,17 @@ def read(
         length=length,
         stride=step,
         removed_bos=removed,
+        context=context,
     )
 
 
-def _check_layout(length: int, stride: int | None) -> int:
+def _check_layout(length: int, stride: int | None, context: int) -> int:
     if length < 2:
         raise UsageError(f"--length {length}: a window needs at least 2 tokens")
+    if not 0 <= context < length:
+        raise UsageError(
+            f"--length {length}: the first {context} tokens of a window are context only; give more tokens"
+        )
     step = length - 1 if stride is None else stride
     if not 1 <= step <= length - 1:
         raise UsageError(f"--stride {step}: from 1 to {length - 1}, so that every token is scored with one before it")

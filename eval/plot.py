@@ -2,7 +2,8 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quantsink.eval.methods import WHOLE_MODEL
@@ -10,7 +11,31 @@ from quantsink.eval.rows import Row
 
 FLOOR = 1e-7
 """KL below this is drawn here: the axis is logarithmic, and such a difference is rounding."""
-WHOLE, ALONE = "#1f6f8b", "#c8553d"
+FULL, HOLLOW = "#1f6f8b", "#c8553d"
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """What the x axis shows, and which groups of rows are drawn full."""
+
+    bits: Callable[[Row], float]
+    label: str
+    full: tuple[str, ...]
+    legend: tuple[str, str]
+
+
+_WEIGHTS = _Axis(
+    lambda row: row.bits_weight or 0.0,
+    "bits per parameter as stored",
+    WHOLE_MODEL,
+    ("weights quantized too", "attention changed alone, weights native"),
+)
+_CACHE = _Axis(
+    lambda row: row.bits_kv or 0.0,
+    "bits per coded number of the KV cache",
+    ("cache",),
+    ("quantsink's caches and their controls", "other toolkits' caches"),
+)
 
 
 def kl_vs_bits(rows: Sequence[Row], title: str) -> bytes:
@@ -18,43 +43,49 @@ def kl_vs_bits(rows: Sequence[Row], title: str) -> bytes:
 
     Bits are those of the weights as stored, so attention-only rows stand at the reference's own bits.
     """
+    return _scatter(rows, title, _WEIGHTS)
+
+
+def kl_vs_kv_bits(rows: Sequence[Row], title: str) -> bytes:
+    """The same of rows measured through a KV cache, against the real bits of its coded numbers. Peers are hollow."""
+    return _scatter(rows, title, _CACHE)
+
+
+def _scatter(rows: Sequence[Row], title: str, axis: _Axis) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row.ok and row.group != "reference" and row.kl is not None]
     figure = Figure(figsize=(11, 6.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    clusters = _clusters(shown)
+    clusters = _clusters(shown, axis)
     all_axes = figure.subplots(1, max(len(clusters), 1), sharey=True, squeeze=False)[0]
     low, high = _range(shown)
     for axes, cluster in zip(all_axes, clusters, strict=False):
-        _draw(axes, cluster, low, high)
-        axes.set_xlabel("bits per parameter as stored")
+        _draw(axes, cluster, low, high, axis)
+        axes.set_xlabel(axis.label)
     all_axes[0].set_ylabel("KL to the reference, nats per token (log; lower is better)")
     figure.suptitle(title, fontsize=11)
-    handles = [
-        _handle(WHOLE, True, "weights quantized too"),
-        _handle(ALONE, False, "attention changed alone, weights native"),
-    ]
+    handles = [_handle(FULL, True, axis.legend[0]), _handle(HOLLOW, False, axis.legend[1])]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": "quantsink"})
     return buffer.getvalue()
 
 
-def _clusters(rows: Sequence[Row]) -> list[list[Row]]:
+def _clusters(rows: Sequence[Row], axis: _Axis) -> list[list[Row]]:
     """Rows whose bits lie within 1.5 of their neighbour's share a panel."""
     found: list[list[Row]] = []
-    for row in sorted(rows, key=_bits):
-        if found and _bits(row) - _bits(found[-1][-1]) < 1.5:
+    for row in sorted(rows, key=axis.bits):
+        if found and axis.bits(row) - axis.bits(found[-1][-1]) < 1.5:
             found[-1].append(row)
         else:
             found.append([row])
     return found
 
 
-def _draw(axes: Any, rows: list[Row], low: float, high: float) -> None:
-    left, right = _bits(rows[0]), _bits(rows[-1])
+def _draw(axes: Any, rows: list[Row], low: float, high: float, axis: _Axis) -> None:
+    left, right = axis.bits(rows[0]), axis.bits(rows[-1])
     pad = max((right - left) * 0.15, 0.05)
     width = right - left + 2 * pad
     label_x = right + pad
@@ -63,23 +94,23 @@ def _draw(axes: Any, rows: list[Row], low: float, high: float) -> None:
     axes.set_ylim(low, high)
     ordered = sorted(rows, key=_kl)
     for row, y in zip(ordered, _spread([math.log10(_kl(row)) for row in ordered], low, high), strict=True):
-        whole = row.group in WHOLE_MODEL
-        color = WHOLE if whole else ALONE
+        full = row.group in axis.full
+        color = FULL if full else HOLLOW
         bars = [[_kl(row) - max(row.kl_low or 0, FLOOR)], [(row.kl_high or 0) - _kl(row)]]
         axes.errorbar(
-            _bits(row),
+            axis.bits(row),
             _kl(row),
             yerr=None if row.kl_low is None else [[max(bar[0], 0)] for bar in bars],
-            fmt="o" if whole else "s",
+            fmt="o" if full else "s",
             color=color,
-            markerfacecolor=color if whole else "white",
+            markerfacecolor=color if full else "white",
             markersize=6,
             capsize=3,
             elinewidth=1.2,
         )
         axes.annotate(
             row.method,
-            xy=(_bits(row), _kl(row)),
+            xy=(axis.bits(row), _kl(row)),
             xytext=(label_x + 0.06 * width, 10**y),
             fontsize=9,
             va="center",
@@ -88,8 +119,8 @@ def _draw(axes: Any, rows: list[Row], low: float, high: float) -> None:
         )
     axes.grid(True, which="major", axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)
-    ticks = _ticks([_bits(row) for row in rows], width / 8)
-    axes.set_xticks(ticks, [f"{tick:.2f}" for tick in ticks])
+    ticks = _ticks([axis.bits(row) for row in rows], width / 8)
+    axes.set_xticks(ticks, [f"{tick:.2f}" for tick in ticks], fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -130,16 +161,12 @@ def _range(rows: Sequence[Row]) -> tuple[float, float]:
     return min(values, default=1e-4) / 1.8, max(values, default=1.0) * 1.8
 
 
-def _handle(color: str, whole: bool, label: str) -> Any:
+def _handle(color: str, full: bool, label: str) -> Any:
     from matplotlib.lines import Line2D
 
-    face, marker = (color, "o") if whole else ("white", "s")
+    face, marker = (color, "o") if full else ("white", "s")
     return Line2D([], [], color=color, marker=marker, markerfacecolor=face, linestyle="", label=label)
 
 
 def _kl(row: Row) -> float:
     return max(row.kl or 0.0, FLOOR)
-
-
-def _bits(row: Row) -> float:
-    return row.bits_weight or 0.0

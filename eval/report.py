@@ -3,7 +3,7 @@
 import base64
 import importlib.resources
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,15 @@ from rich import box
 from rich.table import Table
 
 from quantsink.errors import QuantSinkError, UsageError
+from quantsink.eval.divergence import CHUNK, PREFILL
 from quantsink.eval.findings import findings, number
-from quantsink.eval.methods import GROUPS
-from quantsink.eval.plot import kl_vs_bits
+from quantsink.eval.methods import CACHES, GROUPS
+from quantsink.eval.plot import kl_vs_bits, kl_vs_kv_bits
 from quantsink.eval.rows import Conditions, Row, compare_conditions, from_plain, to_plain
 from quantsink.files import contents, whole_folder, write_bytes, write_json, write_text
 
-SCHEMA = 1
-JSON, HTML, PLOT = "report.json", "report.html", "kl_vs_bits.png"
+SCHEMA = 2
+JSON, HTML, PLOT, KV_PLOT = "report.json", "report.html", "kl_vs_bits.png", "kl_vs_kv_bits.png"
 FEW_WINDOWS = 10
 """Below this many windows a bootstrap interval is said to be rough."""
 
@@ -97,25 +98,40 @@ class Report:
         return cls.from_dict(data, str(path))
 
     def save(self, folder: str | Path, *, force: bool = False) -> None:
-        """Write report.json, report.html and kl_vs_bits.png; the folder appears whole or not at all.
+        """Write report.json, report.html and the pictures; the folder appears whole or not at all.
 
         Raises:
             UsageError: the folder is not empty and `force` is not given.
             OutputError: no room, or no permission.
         """
-        picture = kl_vs_bits(self.rows, self.title)
+        pictures = self.pictures()
         with whole_folder(Path(folder), is_report, force=force) as work:
             write_json(work / JSON, self.to_dict())
-            write_bytes(work / PLOT, picture)
-            write_text(work / HTML, self.html(picture))
+            for name, picture in pictures.items():
+                write_bytes(work / name, picture)
+            write_text(work / HTML, self.html(pictures))
+
+    def pictures(self) -> dict[str, bytes]:
+        """PNGs by file name: KL against the weights' bits, and against the cache's where caches were measured.
+
+        The first is left out where every row differs in its cache alone.
+        """
+        caches = [row for row in self.rows if row.group in CACHES]
+        others = [row for row in self.rows if row.group not in CACHES]
+        found = {}
+        if len(others) > 1 or not caches:
+            found[PLOT] = kl_vs_bits(others, self.title)
+        if caches:
+            found[KV_PLOT] = kl_vs_kv_bits(caches, self.title)
+        return found
 
     @property
     def title(self) -> str:
         c = self.conditions
         return f"{c.model}: {c.windows} windows of {c.length} tokens of {c.data}, {c.dtype}"
 
-    def html(self, picture: bytes) -> str:
-        """One page that needs nothing else: style inside, the picture (PNG) inside, no script."""
+    def html(self, pictures: Mapping[str, bytes]) -> str:
+        """One page that needs nothing else: style inside, the pictures (`pictures()`) inside, no script."""
         import jinja2
 
         template = importlib.resources.files("quantsink.eval").joinpath("templates").joinpath("report.html.j2")
@@ -126,11 +142,17 @@ class Report:
             report=self,
             facts=self.facts(),
             groups=[(GROUPS[g], [row for row in self.rows if row.group == g]) for g in GROUPS],
-            cells=_cells,
-            columns=COLUMNS,
+            cells=lambda row: _cells(row, self.cached),
+            columns=COLUMNS + KV_COLUMNS if self.cached else COLUMNS,
+            cached=self.cached,
             findings=findings(self.rows),
-            picture=base64.b64encode(picture).decode(),
+            pictures=[(*PICTURES[name], base64.b64encode(picture).decode()) for name, picture in pictures.items()],
         )
+
+    @property
+    def cached(self) -> bool:
+        """Whether any row was measured through a KV cache."""
+        return any(row.kv_bytes is not None for row in self.rows)
 
     def facts(self) -> list[tuple[str, str]]:
         """The conditions in words, in the order in which a reader asks for them."""
@@ -140,12 +162,17 @@ class Report:
         if c.calibration is not None:
             read = c.calibration
             calibration = f"{read.tokens:,} tokens of {', '.join(read.data)}, windows of {read.seq_len}"
+        windows = f"{c.windows} of {c.length} tokens, stride {c.stride}, {c.scored:,} tokens scored, each once"
+        if c.context:
+            windows += f"; the first {c.context} of each window are context only"
+        fed = f"fresh for each window, which is fed as {PREFILL} tokens and then {CHUNK} at a time"
         return [
             ("model", f"{c.model}, {c.parameters:,} parameters (tied ones once)"),
             ("model fingerprint", c.model_fingerprint),
             ("text", f"{c.data}, {'whole' if c.complete else 'its beginning'}"),
             ("text fingerprint", c.data_fingerprint),
-            ("windows", f"{c.windows} of {c.length} tokens, stride {c.stride}, {c.scored:,} tokens scored, each once"),
+            ("windows", windows),
+            *([("KV caches", fed)] if self.cached else []),
             ("BOS", "none" if c.bos is None else f"token {c.bos} before each window"),
             ("dtype", c.dtype),
             ("calibration", calibration),
@@ -157,22 +184,24 @@ class Report:
     def table(self) -> Table:
         """For a terminal of 80 columns: one line a method, a rule between groups; report.html shows the rest."""
         table = Table(title=_plain(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in ("method", "bits", "KL", "95 %", "ratio", "top-1"):
+        bits = ("bits", "KV bits") if self.cached else ("bits",)
+        for name in ("method", *bits, "KL", "95 %", "ratio", "top-1"):
             table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
         group = self.rows[0].group if self.rows else ""
         for row in self.rows:
             if group != row.group:
                 table.add_section()
             group = row.group
-            table.add_row(*(_plain(cell) for cell in (row.method, *_short_cells(row))))
+            table.add_row(*(_plain(cell) for cell in (row.method, *_short_cells(row, self.cached))))
         return table
 
     def lines(self) -> list[str]:
         """What belongs below the table: the conditions, what weakens the figures, what helped and what did not."""
         c = self.conditions
         bos = "none" if c.bos is None else f"token {c.bos}"
+        context = f"context {c.context}, " if c.context else ""
         return [
-            f"measured with length {c.length}, stride {c.stride}, BOS {bos}, {c.dtype}, {c.data} "
+            f"measured with length {c.length}, stride {c.stride}, {context}BOS {bos}, {c.dtype}, {c.data} "
             f"(fingerprint {c.data_fingerprint[:12]}), {c.windows} windows, {c.scored:,} tokens",
             "KL in nats per token; 95 %: its interval, by a paired bootstrap over windows; ratio: of the perplexities",
             *(f"warning: {warning}" for warning in self.warnings),
@@ -187,7 +216,7 @@ def is_report(folder: Path) -> bool:
         Report.load(folder)
     except QuantSinkError:
         return False
-    return contents(folder) <= {JSON, PLOT, HTML}
+    return contents(folder) <= {JSON, PLOT, KV_PLOT, HTML}
 
 
 COLUMNS: tuple[tuple[str, str], ...] = (
@@ -201,6 +230,13 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("ratio", "right"),
     ("top-1", "right"),
 )
+KV_COLUMNS = (("KV bits", "right"), ("KV MB", "right"))
+"""The columns after these in a report with caches."""
+PICTURES = {
+    PLOT: ("KL against bits", "KL to the reference against bits per parameter, one point a row"),
+    KV_PLOT: ("KL against the KV cache's bits", "KL to the reference against bits per coded number, one point a row"),
+}
+"""Heading and description of each picture."""
 
 
 def _few(windows: int) -> str:
@@ -213,11 +249,11 @@ def _few(windows: int) -> str:
     )
 
 
-def _cells(row: Row) -> Sequence[str]:
+def _cells(row: Row, cached: bool) -> Sequence[str]:
     """What stands in one row behind the method's name; a dash where nothing was measured."""
     if not row.ok or row.kl is None or row.ppl is None or row.ppl_ratio is None or row.payload_bytes is None:
-        return ["-"] * (len(COLUMNS) - 1)
-    return [
+        return ["-"] * (len(COLUMNS) - 1 + len(KV_COLUMNS) * cached)
+    cells = [
         f"{row.bits_weight:.2f}",
         f"{row.payload_bytes / 1e6:.1f}",
         f"{row.bits_attention:.1f}",
@@ -227,14 +263,18 @@ def _cells(row: Row) -> Sequence[str]:
         _with_bounds(f"{row.ppl_ratio:.4f}", row.ppl_ratio_low, row.ppl_ratio_high, lambda v: f"{v:.4f}"),
         f"{row.top1:.1%}",
     ]
+    if cached:
+        cells += [f"{row.bits_kv:.2f}", "-" if row.kv_bytes is None else f"{row.kv_bytes / 1e6:.2f}"]
+    return cells
 
 
-def _short_cells(row: Row) -> Sequence[str]:
+def _short_cells(row: Row, cached: bool) -> Sequence[str]:
     if not row.ok or row.kl is None or row.ppl_ratio is None:
-        return ["-", row.status if len(row.status) < 16 else "not run", "-", "-", "-"]
+        return [*["-"] * (1 + cached), row.status if len(row.status) < 16 else "not run", "-", "-", "-"]
     low, high = row.kl_low, row.kl_high
     bounds = "" if low is None or high is None or low == high else f"{number(low)} to {number(high)}"
-    return [f"{row.bits_weight:.2f}", number(row.kl), bounds, f"{row.ppl_ratio:.4f}", f"{row.top1:.1%}"]
+    bits = [f"{row.bits_weight:.2f}", *([f"{row.bits_kv:.2f}"] if cached else [])]
+    return [*bits, number(row.kl), bounds, f"{row.ppl_ratio:.4f}", f"{row.top1:.1%}"]
 
 
 def _with_bounds(middle: str, low: float | None, high: float | None, text: Any) -> str:

@@ -18,8 +18,10 @@ OK = "ok"
 class Footprint:
     """What a model weighs.
 
-    bits_weight: payload bits over the reference's parameters, tied ones once. bits_kv: of a number in the KV cache.
-    bits_attention: mean over heads. payload_bytes: of the tensors as stored. sink_heads, native_heads: by route.
+    bits_weight: payload bits over the reference's parameters, tied ones once. bits_kv: of a coded number in the KV
+    cache, its scales counted. bits_attention: mean over heads. payload_bytes: of the tensors as stored. sink_heads,
+    native_heads: by route. kv_bytes: of the whole KV cache, exact parts included, after the last full window; None
+    where the model was measured without a cache.
     """
 
     bits_weight: float
@@ -28,6 +30,7 @@ class Footprint:
     payload_bytes: int
     sink_heads: int
     native_heads: int
+    kv_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Row:
     top1: float | None = None
     sink_heads: int | None = None
     native_heads: int | None = None
+    kv_bytes: int | None = None
     windows: tuple[WindowSums, ...] = ()
 
     @property
@@ -112,11 +116,15 @@ class Versions:
     transformers: str
     quantsink: str
     bitsandbytes: str
+    hqq: str
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was measured, on which text and how. bos: token id before each window, None = no BOS."""
+    """What was measured, on which text and how.
+
+    bos: token id before each window, None = no BOS. context: tokens at the start of each window that are not scored.
+    """
 
     model: str
     model_fingerprint: str
@@ -126,6 +134,7 @@ class Conditions:
     data_fingerprint: str
     length: int
     stride: int
+    context: int
     bos: int | None
     windows: int
     scored: int
@@ -137,7 +146,7 @@ class Conditions:
     date: str
 
 
-COMPARED = ("model_fingerprint", "length", "stride", "bos", "dtype", "data_fingerprint")
+COMPARED = ("model_fingerprint", "length", "stride", "context", "bos", "dtype", "data_fingerprint")
 """Conditions that two rows must share before they may stand in one table."""
 
 

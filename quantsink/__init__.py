@@ -11,7 +11,7 @@ from quantsink import attention, integration
 from quantsink.errors import QuantSinkError
 
 if TYPE_CHECKING:
-    from quantsink.api import Calibration, Recipe, calibrate, load, quantize, save
+    from quantsink.api import Calibration, Recipe, SinkCache, calibrate, load, quantize, save
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "Calibration",
     "QuantSinkError",
     "Recipe",
+    "SinkCache",
     "__version__",
     "calibrate",
     "integration",
@@ -29,7 +30,7 @@ __all__ = [
 
 attention.register()
 
-_FACE = ("Calibration", "Recipe", "calibrate", "load", "quantize", "save")
+_FACE = ("Calibration", "Recipe", "SinkCache", "calibrate", "load", "quantize", "save")
 
 
 def __getattr__(name: str) -> Any:

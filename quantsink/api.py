@@ -5,6 +5,7 @@ from typing import Any
 
 from quantsink.apply import apply, check_unquantized
 from quantsink.architecture import Architecture
+from quantsink.cache import SinkCache
 from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
@@ -13,7 +14,7 @@ from quantsink.integration import QuantSinkConfig, finish
 from quantsink.recipe import Recipe
 from quantsink.source import model_fingerprint
 
-__all__ = ["Calibration", "Recipe", "calibrate", "load", "quantize", "save"]
+__all__ = ["Calibration", "Recipe", "SinkCache", "calibrate", "load", "quantize", "save"]
 
 
 def quantize(model: Any, calibration: Calibration | str | Path, recipe: str | Path | Recipe = "w8a8") -> Any:

@@ -8,6 +8,7 @@ from torch import nn
 
 from quantsink.architecture import Architecture, output_head
 from quantsink.attention import NAME, TABLE, AttentionTable
+from quantsink.cache import install, rules
 from quantsink.context import TokenContext
 from quantsink.errors import ModelError, QuantSinkError
 from quantsink.linear import QuantizedLinear
@@ -24,7 +25,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     check_unquantized(model)
     architecture = Architecture.of(model)
     modules = dict(model.named_modules())
-    _check_plan(architecture, plan, modules)
+    _check_plan(model, architecture, plan, modules)
     head = check_head(model) if plan.recipe.output_head == "int8" else None
     context = TokenContext(plan.sink_size)
     context.attach(modules[architecture.decoder])
@@ -38,12 +39,14 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         if head is not None:
             replace(model, head, QuantizedLinear.of(head, modules[head], head_plan(plan.recipe), context))
             untie(model, head)
-    if plan.attentions:
+    if plan.cache is not None:
+        install(model, plan.cache)
+    if plan.attentions or plan.cache is not None:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
     return model
 
 
-def _check_plan(architecture: Architecture, plan: Plan, modules: dict[str, Any]) -> None:
+def _check_plan(model: Any, architecture: Architecture, plan: Plan, modules: dict[str, Any]) -> None:
     """Everything that could go wrong half-way is looked at before the first module is exchanged."""
     layers = {layer.name: layer for layer in architecture.attentions}
     for name, attention in plan.attentions.items():
@@ -53,6 +56,8 @@ def _check_plan(architecture: Architecture, plan: Plan, modules: dict[str, Any])
             raise QuantSinkError(f"{name}: the plan's heads {shape} are not the model's; calibrate this model again")
         if not all(math.isfinite(value) for row in attention.key_mean for value in row):
             raise QuantSinkError(f"{name}: the plan's mean key is not finite; calibrate this model again")
+    if plan.cache is not None:
+        rules(model, plan.cache)
     known = set(architecture.linears)
     for name, linear in plan.linears.items():
         if name not in known:

@@ -4,14 +4,16 @@ Names of config fields come from optimum's NormalizedConfig; everything else is 
 checked against it. What cannot be established is an `ArchitectureError` before any work.
 """
 
+import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from optimum.utils import NormalizedConfigManager
 from optimum.utils.normalized_config import NormalizedTextConfigWithGQA
 from torch import nn
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from quantsink.errors import ArchitectureError
 
@@ -36,6 +38,8 @@ class AttentionLayer:
     k: str
     v: str
     o: str
+    window: int | None = None
+    """Newest tokens that a sliding layer sees; None: all."""
 
     def kv_head(self, head: int) -> int:
         return head * self.kv_heads // self.heads
@@ -73,7 +77,7 @@ class Architecture:
         if not getattr(model, "_supports_attention_backend", False):
             raise ArchitectureError(f"{kind}: its attention does not go through transformers' attention interface")
         heads, kv_heads = _config_heads(config)
-        found = tuple(_attention_layers(model, kind))
+        found = tuple(_with_windows(config, _attention_layers(model, kind)))
         if not found:
             raise ArchitectureError(f"{kind}: no attention module with q_proj, k_proj, v_proj and an output projection")
         for layer in found:
@@ -120,6 +124,14 @@ def _config_heads(config: Any) -> tuple[int, int | None]:
     return heads, kv_heads
 
 
+def _with_windows(config: Any, layers: Iterable[AttentionLayer]) -> Iterator[AttentionLayer]:
+    """Each layer with its sliding window, from the kinds of layer that the config names."""
+    _, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    for layer in layers:
+        own = options[layer.index] if layer.index < len(options) else {}
+        yield dataclasses.replace(layer, window=own.get("sliding_window"))
+
+
 def _attention_layers(model: nn.Module, kind: str) -> Iterator[AttentionLayer]:
     for name, module in model.named_modules():
         children = dict(module.named_children())
@@ -163,8 +175,8 @@ def _attention_layer(
             f"{kind}: {name}: q {q.out_features}, k {k.out_features}, v {v.out_features} and o {o.in_features} "
             f"channels do not divide into heads of {head_dim}"
         )
-    names = (f"{name}.{child}" for child in ("q_proj", "k_proj", "v_proj", out))
-    return AttentionLayer(name, index, heads, kv_heads, head_dim, *names)
+    q_name, k_name, v_name, o_name = (f"{name}.{child}" for child in ("q_proj", "k_proj", "v_proj", out))
+    return AttentionLayer(name, index, heads, kv_heads, head_dim, q_name, k_name, v_name, o_name)
 
 
 def _check_layers(kind: str, found: tuple[AttentionLayer, ...], decoder: nn.Module) -> None:

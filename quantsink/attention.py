@@ -1,17 +1,20 @@
 """transformers' attention interface on one side, `quantsink::sink_attention` on the other."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantsink.architecture import AttentionLayer
+from quantsink.cache_layer import SinkLayer, Standin
 from quantsink.context import TokenContext
-from quantsink.errors import QuantSinkError
-from quantsink.kernels import Route, sink_attention
+from quantsink.errors import CacheError, QuantSinkError
+from quantsink.kernels import CodedKV, Route, coded_attention, sink_attention
 from quantsink.linear import keep_float32
 from quantsink.plan import AttentionPlan
 from quantsink.recipe import Attention
@@ -64,35 +67,86 @@ def forward(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Query `[B, H, Lq, D]`, key and value `[B, KVH, Lk, D]` after rotary and cache -> `[B, Lq, H, D]`."""
+    """Query `[B, H, Lq, D]`, key and value `[B, KVH, Lk, D]` after rotary and cache -> `[B, Lq, H, D]`.
+
+    With a table, as it says. Without one, what PyTorch's SDPA computes. Keys of a `SinkCache` are read as codes.
+    """
+    if position_bias is not None:
+        raise QuantSinkError("quantsink attention has no position bias")
+    table = getattr(module, TABLE, None)
+    cached = key.layer if isinstance(key, Standin) else None
+    if isinstance(table, AttentionTable) or cached is not None:
+        if dropout:
+            raise QuantSinkError("quantsink attention has no dropout; call model.eval() first")
+        if torch.is_grad_enabled() and query.requires_grad:
+            raise QuantSinkError("quantsink attention has no gradient; call the model under torch.no_grad()")
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask == 0
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    rest: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+    if cached is None:
+        out = _plain(module, query, key, value, attention_mask, causal, dropout, **rest)
+        return out.transpose(1, 2).contiguous(), None
+    if not causal:
+        raise CacheError(f"{cached.rule.name}: a SinkCache holds causal attention only")
+    cached.begin(module, row_starts(attention_mask, cached))
+    if cached.first:
+        assert cached.pending is not None
+        out = _plain(module, query, *cached.pending, attention_mask, True, 0.0, **rest)
+    else:
+        out = _coded(table, query, cached.view(), **rest)
+    cached.commit()
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _plain(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Keys and values as they are. `[B, H, Lq, D]`."""
     table = getattr(module, TABLE, None)
     if not isinstance(table, AttentionTable):
-        raise QuantSinkError(
-            f"{type(module).__name__} {getattr(module, 'layer_idx', '?')} has no quantsink table; quantize the model "
-            "first, or load it with another attn_implementation"
+        if softcap is None and s_aux is None:
+            out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)
+            return out.transpose(1, 2)
+        return sink_attention(
+            query,
+            key,
+            value,
+            routes=_native(query.shape[1], query.device),
+            key_mean=torch.zeros(key.shape[1], key.shape[3], device=key.device),
+            scaling=scaling,
+            mask=mask,
+            causal=causal,
+            softcap=softcap,
+            s_aux=s_aux,
         )
-    if dropout or position_bias is not None:
-        raise QuantSinkError("quantsink attention has no dropout and no position bias; call model.eval() first")
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise QuantSinkError("quantsink attention has no gradient; call the model under torch.no_grad()")
-    if attention_mask is None:
+    if mask is None:
         # A static cache has unused slots behind the real keys, and without padding transformers gives no mask for them.
         used = table.context.keys_in_use(key.shape[2])
         key, value = key[:, :, :used], value[:, :, :used]
-    elif attention_mask.dtype != torch.bool:
-        attention_mask = attention_mask == 0
     rule = table.rule
-    out = sink_attention(
+    return sink_attention(
         query,
         key,
         value,
         routes=table.routes,
         key_mean=table.key_mean,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        mask=attention_mask,
-        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        scaling=scaling,
+        mask=mask,
+        causal=causal,
         sink_size=table.context.sink_size,
         sink_start=table.context.sink_start(key.shape[2]),
         weight_scale=rule.weight_scale,
@@ -102,7 +156,68 @@ def forward(
         clip_absolute=table.clip if rule.clip.kind == "absolute" else None,
         s_aux=s_aux,
     )
-    return out.transpose(1, 2).contiguous(), None
+
+
+def _coded(
+    table: Any, query: Tensor, codes: CodedKV, *, scaling: float, softcap: float | None, s_aux: Tensor | None
+) -> Tensor:
+    """Keys and values as a cache holds them; without a table exact arithmetic on what the codes stand for."""
+    clip, kind, routes = None, "none", _native(query.shape[1], query.device)
+    if isinstance(table, AttentionTable):
+        clip, kind, routes = table.clip, table.rule.clip.kind, table.routes
+    return coded_attention(
+        query,
+        codes,
+        routes=routes,
+        scaling=scaling,
+        softcap=softcap,
+        clip_row=clip if kind == "row" else None,
+        clip_absolute=clip if kind == "absolute" else None,
+        s_aux=s_aux,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _native(heads: int, device: torch.device) -> Tensor:
+    return torch.full((heads,), int(Route.NATIVE), dtype=torch.uint8, device=device)
+
+
+def row_starts(mask: Tensor | None, layer: SinkLayer) -> list[int] | None:
+    """Column of each row's first real token, read from a boolean mask `[B, 1, Lq, L]`; None: no padding.
+
+    Raises:
+        CacheError: a mask that is not causal attention over rows padded on the left.
+    """
+    if mask is None:
+        return None
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != layer.total:
+        raise CacheError(
+            f"{layer.rule.name}: a mask {list(mask.shape)} where [B, 1, L, {layer.total}] belongs; give the "
+            "attention_mask of all tokens so far"
+        )
+    # Every layer is given the same mask; it is read once.
+    found: list[int] | None = getattr(mask, "quantsink_starts", None)
+    if found is None:
+        found = _read_starts(mask, layer.rule.name)
+        mask.quantsink_starts = found  # type: ignore[attr-defined]
+    return found * len(layer.start) if len(found) == 1 else found
+
+
+def _read_starts(mask: Tensor, name: str) -> list[int]:
+    queries, keys = mask.shape[2:]
+    seen = mask[:, 0]
+    last = seen[:, -1]
+    start = torch.where(last.any(1), last.to(torch.uint8).argmax(1), keys)
+    column, row = torch.arange(keys, device=mask.device), torch.arange(queries, device=mask.device)[:, None]
+    for own, first in zip(seen, start, strict=True):
+        wanted = (column >= first) & (column <= keys - queries + row)
+        real = row[:, 0] >= first - (keys - queries)
+        if not bool((own == wanted)[real].all()):
+            raise CacheError(
+                f"{name}: a SinkCache holds causal attention over rows padded on the left only; pad with "
+                'padding_side="left", and give no other mask'
+            )
+    return [int(x) for x in start]
 
 
 def register() -> None:

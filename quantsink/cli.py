@@ -130,6 +130,10 @@ def export(
     native_heads: Annotated[
         int | None, typer.Option(metavar="K", help="Keep the K heads with the largest measured error native.")
     ] = None,
+    kv_bits: Annotated[
+        float | None,
+        typer.Option(metavar="B", help="Let the loaded model keep its KV cache in B bits a number, 2 to 8 on average."),
+    ] = None,
     format_: Annotated[
         str, typer.Option("--format", help="Checkpoint format; quantsink is the only one.")
     ] = "quantsink",
@@ -155,6 +159,7 @@ def export(
             output,
             recipe,
             native_heads=native_heads,
+            kv_bits=kv_bits,
             dtype=dtype,
             device=device,
             force=force,
@@ -195,7 +200,24 @@ def report(
             show_default=False,
         ),
     ] = None,
-    methods: Annotated[str, typer.Option(help="all, none, or names separated by commas.")] = "all",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="all, none, or names separated by commas. [default: all, or none with --kv-bits]",
+            show_default=False,
+        ),
+    ] = None,
+    kv_bits: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-bits",
+            metavar="WIDTHS",
+            help="Measure KV caches of 8, 4, 3 or 2 bits, separated by commas, each as it is used: filled by 128 "
+            "tokens of a window, then 32 at a time; only the tokens behind the first 128 are scored, in every row.",
+            show_default=False,
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens a window, BOS included.")] = 1024,
     stride: Annotated[
         int | None, typer.Option(help="Tokens between windows. [default: no overlap]", show_default=False)
@@ -210,15 +232,18 @@ def report(
 ) -> None:
     """Measure what quantization costs: perplexity, KL and true bits, beside baselines and controls."""
     from quantsink.calibration.text import check_not_empty, parse_spec
+    from quantsink.eval import cache_methods, parse_methods, parse_widths
     from quantsink.eval.report import is_report
     from quantsink.files import check_free
     from quantsink.source import find
 
+    caches = cache_methods(parse_widths(kv_bits)) if kv_bits is not None else ()
+    named = ("none" if caches else "all") if methods is None else methods
     check_free(output, is_report, force=force)
     check_not_empty(parse_spec(data))
     found = _report(
-        find(model), output, checkpoints or [], data, calibration, methods, length, stride, max_windows or None, bos,
-        device, dtype, force,
+        find(model), output, checkpoints or [], data, calibration, (*parse_methods(named), *caches), length, stride,
+        max_windows or None, bos, device, dtype, force,
     )  # fmt: skip
     if as_json:
         print(json.dumps(found.to_dict()))
@@ -233,7 +258,7 @@ def _report(
     checkpoints: list[Path],
     data: str,
     calibration: Path | None,
-    methods: str,
+    methods: tuple[Any, ...],
     length: int,
     stride: int | None,
     max_windows: int | None,
@@ -246,19 +271,19 @@ def _report(
     from quantsink.calibration import Calibration
     from quantsink.calibration import calibrate as run
     from quantsink.checkpoint import load
-    from quantsink.eval import measure, parse_methods, read
+    from quantsink.eval import PREFILL, measure, read
     from quantsink.source import model_fingerprint
 
-    chosen = parse_methods(methods)
+    context = PREFILL if any(method.cache is not None for method in methods) else 0
     found = Calibration.load(calibration) if calibration is not None else None
     with loading(f"loading {source.name}"):
         tokenizer = source.tokenizer()
-        text = read(tokenizer, data, length=length, stride=stride, max_windows=max_windows, bos=bos)
+        text = read(tokenizer, data, length=length, stride=stride, max_windows=max_windows, bos=bos, context=context)
         loaded = source.model(dtype, device)
     if found is not None:
         found.check_model(model_fingerprint(loaded), Architecture.of(loaded), source.name)
     with progress_bar() as progress:
-        if found is None and any(method.calibrated for method in chosen):
+        if found is None and any(method.calibrated for method in methods):
             found = run(loaded, tokenizer, bos=bos, max_tokens=16384, progress=progress, name=source.name)
         result = measure(
             loaded,
@@ -266,7 +291,7 @@ def _report(
             model_name=source.name,
             calibration=found,
             text=text,
-            methods=chosen,
+            methods=methods,
             checkpoints=checkpoints,
             load_checkpoint=lambda path: load(path, device=device),
             notes=source.notes,
@@ -288,13 +313,34 @@ def inspect(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="A calibration or a checkpoint folder.", show_default=False)
     ],
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Show what a KV cache weighs: bytes a token, beside bfloat16's.")
+    ] = False,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="With --cache on a calibration: the recipe whose kv_cache is meant."),
+    ] = None,
+    kv_bits: Annotated[
+        float | None,
+        typer.Option(metavar="B", help="With --cache on a calibration: bits a number, 2 to 8 on average. [default: 4]"),
+    ] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="With --cache: tokens of a sequence; may be given again.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what a calibration or a checkpoint holds, without loading the model."""
     from quantsink.describe import describe
 
-    found, shown = describe(path)
+    if cache:
+        from quantsink.describe_cache import describe_cache
+
+        found, shown = describe_cache(path, recipe, kv_bits, length or [1024, 8192, 32768])
+    elif recipe or kv_bits is not None or length:
+        raise UsageError("--recipe, --kv-bits and --length go with --cache")
+    else:
+        found, shown = describe(path)
     if as_json:
         print(json.dumps(found))
     else:

@@ -37,5 +37,9 @@ class CheckpointError(QuantSinkError):
     """A quantized checkpoint with missing, surplus or damaged tensors."""
 
 
+class CacheError(QuantSinkError):
+    """A `SinkCache` that was given something it cannot keep, or was left half-filled by an interrupted pass."""
+
+
 class OutputError(QuantSinkError):
     """An output that cannot be written."""

@@ -53,6 +53,7 @@ def export(
     recipe: str | Path | Recipe = "w8a8",
     *,
     native_heads: int | None = None,
+    kv_bits: float | None = None,
     dtype: str = "auto",
     device: str = "cpu",
     force: bool = False,
@@ -66,6 +67,7 @@ def export(
 
     Args:
         native_heads: overrides the recipe's; this many heads with the largest measured error stay native.
+        kv_bits: overrides the recipe's; the loaded model makes a `SinkCache` of so many bits for itself.
         dtype: type of everything that stays native; auto is the checkpoint's own (float32 for GGUF).
         measure: measure KL and perplexity on a little held-out text for the model card.
         name: what the model card calls the model; MODEL if left out.
@@ -83,6 +85,8 @@ def export(
     wanted = Recipe.load(recipe)
     if native_heads is not None:
         wanted = dataclasses.replace(wanted, attention=dataclasses.replace(wanted.attention, native_heads=native_heads))
+    if kv_bits is not None:
+        wanted = dataclasses.replace(wanted, kv_cache=dataclasses.replace(wanted.kv_cache, bits=kv_bits))
     decided = plan(found, wanted)
     source = find(model)
     tokenizer = source.tokenizer()

@@ -17,11 +17,14 @@ from quantsink import attention
 from quantsink.apply import check_head, replace
 from quantsink.architecture import Architecture, output_head
 from quantsink.attention import TABLE, AttentionTable
+from quantsink.cache import TABLE as CACHE_TABLE
+from quantsink.cache import CacheTable, install
 from quantsink.context import TokenContext
-from quantsink.errors import CheckpointError, RecipeError
+from quantsink.errors import CheckpointError, QuantSinkError, RecipeError
 from quantsink.kernels import Route
+from quantsink.kernels.coded_attention.codes import WIDTHS
 from quantsink.linear import QuantizedLinear
-from quantsink.plan import LinearPlan, Plan, head_plan
+from quantsink.plan import CacheLayerPlan, CachePlan, LinearPlan, Plan, head_plan
 from quantsink.recipe import Recipe
 
 METHOD = "quantsink"
@@ -43,6 +46,8 @@ class QuantSinkConfig(QuantizationConfigMixin):
         sink_size: sink tokens a sequence.
         linears: `{module: [native rows, native columns]}` of every quantized linear layer.
         attentions: `{module: [heads, KV heads, head size]}` of every attention module that holds a table.
+        kv_cache: what the model's own `SinkCache` keeps, None where it makes none: `sinks`, `residual`, `max_length`,
+            `rounding` and `layers`, `{module: {"bits": [KV heads], "windows": [KV heads]}}`.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
         sink_size: int,
         linears: dict[str, list[int]],
         attentions: dict[str, list[int]],
+        kv_cache: dict[str, Any] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
@@ -68,6 +74,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
         self.sink_size = sink_size
         self.linears = linears
         self.attentions = attentions
+        self.kv_cache = kv_cache
         self.parsed()
 
     @classmethod
@@ -78,7 +85,16 @@ class QuantSinkConfig(QuantizationConfigMixin):
             plan.sink_size,
             {name: [len(p.native_rows), len(p.native_columns)] for name, p in plan.linears.items()},
             {name: [len(p.routes), len(p.key_mean), len(p.key_mean[0])] for name, p in plan.attentions.items()},
+            None if plan.cache is None else _cache_to_dict(plan.cache),
         )
+
+    def cache_plan(self) -> CachePlan | None:
+        """What the model's own `SinkCache` keeps.
+
+        Raises:
+            CheckpointError: a value that cannot be right.
+        """
+        return None if self.kv_cache is None else _cache_from_dict(self.kv_cache)
 
     def parsed(self) -> Recipe:
         """The recipe; also checks the other fields.
@@ -98,7 +114,42 @@ class QuantSinkConfig(QuantizationConfigMixin):
         )
         if not good:
             raise CheckpointError("config.json: quantization_config.linears, attentions or sink_size is damaged")
+        self.cache_plan()
         return recipe
+
+
+def _cache_to_dict(plan: CachePlan) -> dict[str, Any]:
+    layers = {name: {"bits": list(p.bits), "windows": list(p.windows)} for name, p in plan.layers.items()}
+    return {
+        "sinks": plan.sinks,
+        "residual": plan.residual,
+        "max_length": plan.max_length,
+        "rounding": plan.rounding,
+        "layers": layers,
+    }
+
+
+def _cache_from_dict(data: Any) -> CachePlan:
+    try:
+        keys, layers = {"sinks", "residual", "max_length", "rounding", "layers"}, {}
+        if (
+            set(data) != keys
+            or data["rounding"] not in ("query", "nearest")
+            or not all(_count(data[k]) for k in ("sinks", "residual"))
+        ):
+            raise ValueError
+        if data["max_length"] is not None and not _count(data["max_length"]):
+            raise ValueError
+        for name, layer in data["layers"].items():
+            bits, windows = layer["bits"], layer["windows"]
+            if set(layer) != {"bits", "windows"} or len(bits) != len(windows) or not all(map(_count, windows)):
+                raise ValueError
+            if not all(_count(width) and width in WIDTHS for width in bits):
+                raise ValueError
+            layers[name] = CacheLayerPlan(tuple(bits), tuple(windows))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CheckpointError("config.json: quantization_config.kv_cache is damaged; export again") from None
+    return CachePlan(data["sinks"], data["residual"], data["max_length"], layers, data["rounding"])
 
 
 def _counts(value: object, length: int) -> bool:
@@ -121,12 +172,14 @@ class QuantSinkQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         wanted = config._attn_implementation
-        own = attention.NAME if self.quantization_config.attentions else None
+        ours = self.quantization_config.attentions or self.quantization_config.kv_cache is not None
+        own = attention.NAME if ours else None
         if wanted in (None, UNIMPORTED, attention.NAME):
             config._attn_implementation = own
         elif own:
             logging.getLogger(__name__).warning(
-                "attn_implementation=%r: the checkpoint's INT8 attention is not used; leave the argument out to use it",
+                "attn_implementation=%r: the checkpoint's INT8 attention and its KV cache are not used; leave the "
+                "argument out to use them",
                 wanted,
             )
         return config
@@ -141,6 +194,12 @@ class QuantSinkQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         check_values(model)
         mark(model, self)
+        plan = self.quantization_config.cache_plan()
+        if plan is not None and model.config._attn_implementation == attention.NAME:
+            try:
+                install(model, plan)
+            except QuantSinkError as error:
+                raise CheckpointError(f"config.json: quantization_config.kv_cache: {error}") from error
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -167,6 +226,7 @@ def build(model: Any, config: QuantSinkConfig) -> None:
     context = TokenContext(config.sink_size)
     context.attach(modules[architecture.decoder])
     layers = {layer.name: layer for layer in architecture.attentions}
+    layer_devices = {layer.name: modules[layer.q].weight.device for layer in architecture.attentions}
     for name, shape in config.attentions.items():
         layer = layers.get(name)
         if layer is None or [layer.heads, layer.kv_heads, layer.head_dim] != list(shape):
@@ -174,7 +234,7 @@ def build(model: Any, config: QuantSinkConfig) -> None:
                 f"config.json: {name} with heads {list(shape)} is not in the model it describes; "
                 "load it with AutoModelForCausalLM"
             )
-        with modules[layer.q].weight.device:
+        with layer_devices[name]:
             table = AttentionTable(layer.heads, layer.kv_heads, layer.head_dim, recipe.attention, context)
         modules[name].add_module(TABLE, table)
     for name, (rows, columns) in config.linears.items():
@@ -183,6 +243,13 @@ def build(model: Any, config: QuantSinkConfig) -> None:
             raise CheckpointError(f"config.json: {name} [{rows}, {columns}] does not fit a linear layer of the model")
         plan = LinearPlan(recipe.activations.kind, recipe.activations.sink_rows)
         replace(model, name, QuantizedLinear.empty(name, linear, plan, rows, columns, context))
+    kept = config.cache_plan()
+    for name in kept.layers if kept is not None and kept.rounding == "query" else ():
+        layer = layers.get(name)
+        if layer is None:
+            raise CheckpointError(f"config.json: kv_cache: {name} is not in the model it describes; export again")
+        with layer_devices[name]:
+            modules[name].add_module(CACHE_TABLE, CacheTable(layer.kv_heads, layer.head_dim))
     if recipe.output_head == "int8":
         name = check_head(model)
         replace(model, name, QuantizedLinear.empty(name, modules[name], head_plan(recipe), 0, 0, context))
@@ -212,7 +279,7 @@ def check_tensors(model: Any, files: Sequence[Path]) -> None:
                 continue
             raise CheckpointError(f"{name} is missing from {where}; fetch or export the checkpoint again")
         file, shape, dtype = found[name]
-        exact = not tensor.is_floating_point() or name.endswith(("_scale", "key_mean", "clip"))
+        exact = not tensor.is_floating_point() or name.endswith(("_scale", "key_mean", "clip", "query_gram"))
         wrong = _DTYPES.get(dtype) != tensor.dtype if exact else not dtype.startswith(("F", "BF"))
         if shape != tuple(tensor.shape) or wrong:
             raise CheckpointError(
@@ -231,7 +298,7 @@ def check_values(model: Any) -> None:
         CheckpointError: the first tensor that cannot be right, by name.
     """
     for prefix, module in model.named_modules():
-        if isinstance(module, QuantizedLinear | AttentionTable):
+        if isinstance(module, QuantizedLinear | AttentionTable | CacheTable):
             for name, tensor in module.named_buffers(recurse=False):
                 if tensor.device.type != "meta" and not _good_values(module, name, tensor):
                     raise CheckpointError(

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from quantsink.kernels import Route
 from quantsink.recipe import Recipe
 
-__all__ = ["AttentionPlan", "LinearPlan", "Plan", "Route", "head_plan"]
+__all__ = ["AttentionPlan", "CacheLayerPlan", "CachePlan", "LinearPlan", "Plan", "Route", "head_plan"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,34 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
+class CacheLayerPlan:
+    """The KV cache of one full-attention layer of KVH key/value heads."""
+
+    bits: tuple[int, ...]
+    """`[KVH]` bits of a code: 8, 4, 3 or 2."""
+    windows: tuple[int, ...]
+    """`[KVH]` newest tokens that a head keeps beside its sinks (a streaming head); 0: all."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What a `SinkCache` keeps, by attention module. Sliding-window layers are not in it: they keep their window exact.
+
+    sinks: first real tokens of each row that stay exact. residual: newest tokens that do. max_length: tokens that a
+    layer may hold, the oldest but the sinks go first; None: all.
+    """
+
+    sinks: int
+    residual: int
+    max_length: int | None
+    layers: Mapping[str, CacheLayerPlan]
+    rounding: Literal["query", "nearest"] = "nearest"
+    """How a key's codes are chosen: for the scores of calibrated queries, or each number by itself."""
+    query_gram: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    """Where `rounding` is `query`: float32 `[KVH, D, D]`, the mean of `q q^T` over the queries of a head's group."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything `apply` needs, by module name."""
 
@@ -50,6 +80,7 @@ class Plan:
     sink_size: int
     linears: Mapping[str, LinearPlan] = field(default_factory=dict)
     attentions: Mapping[str, AttentionPlan] = field(default_factory=dict)
+    cache: CachePlan | None = None
     notes: tuple[str, ...] = ()
     """What the user should know: heads that were not clipped, layers left native, ..."""
 

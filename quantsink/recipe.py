@@ -55,6 +55,27 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class KVCache:
+    """The `SinkCache` that a model makes for itself; docs/cache.md. Without `bits` it makes none."""
+
+    bits: float | None = None
+    """Of a code, on average over the KV heads: 2 to 8."""
+    sink_size: int | None = None
+    """First tokens that stay exact; None: as many as the calibration counts, at least 4."""
+    residual: int = 64
+    """Newest tokens that stay exact."""
+    widths: Literal["measured", "uniform", "random"] = "measured"
+    """Bits by head: where the calibration measured most error, the same everywhere, or shuffled (the control)."""
+    rounding: Literal["query", "nearest"] = "query"
+    """How keys are rounded: for the scores of calibrated queries, or each number by itself."""
+    stream: str = "off"
+    """`auto`: heads that look only at sinks and the newest 256 tokens forget the rest; a number: that many tokens."""
+    max_length: int | None = None
+    """Tokens that a rolling cache holds; None: all."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What to do to a model. `Recipe.from_json(recipe.to_json()) == recipe`; unknown keys are refused.
 
@@ -68,6 +89,7 @@ class Recipe:
     head that shares the embedding's weights gets its own; the embedding stays native."""
     activations: Activations = field(default_factory=Activations)
     attention: Attention = field(default_factory=Attention)
+    kv_cache: KVCache = field(default_factory=KVCache)
     sink_size: int | None = None
     """Sink tokens a sequence; None takes the calibration's, and any other value than the calibration's is refused."""
     sink_threshold: float = 0.3
@@ -89,6 +111,9 @@ class Recipe:
         _check(0 < t.clip.bound < math.inf and t.clip.max_loss >= 0, "attention.clip: bound > 0 and max_loss >= 0")
         _check(t.block > 0 and t.block <= 1040, "attention.block: 1 to 1040 keys, so that INT8 sums stay exact")
         _check(t.native_heads >= 0, "attention.native_heads: 0 or more")
+        kv = self.kv_cache
+        _check(kv.bits is None or 2 <= kv.bits <= 8, "kv_cache.bits: from 2 to 8")
+        _check(kv.stream in ("off", "auto") or kv.stream.isdigit(), "kv_cache.stream: off, auto or a number of tokens")
         _check(self.sink_size is None or self.sink_size >= 1, "sink_size: 1 or more")
         _check(0 < self.sink_threshold <= 1, "sink_threshold: above 0, up to 1")
         _check(0 < self.entropy_threshold <= 1, "entropy_threshold: above 0, up to 1")

@@ -224,15 +224,15 @@ def mixed_overhead(repeats: int) -> Row:
 
 def decode_gate(bits: int, heads: int, kv_heads: int, head_dim: int) -> str:
     routes = torch.zeros(heads, dtype=torch.uint8)
-    rule = Rule(head_dim**-0.5, 1, True, "block", 64, 0.0, None, None, None)
+    rule = Rule(head_dim**-0.5, 0, True, "block", 64, 0.0, None, None, None)
     for dtype in (torch.float32, torch.bfloat16):
         cases = []
         for seed in range(4 * GATE_SEEDS):
             torch.manual_seed(seed)
             query, key, value = (x.to(dtype) for x in inputs(heads, kv_heads, head_dim, 2, 700))
             codes = CodedKV.encode(key, value, bits=bits)
-            truth = coded_reference(query.double(), codes, None, routes, rule)
-            yardstick = coded_reference(query, codes, None, routes, rule)
+            truth = coded_reference(query.double(), codes, routes, rule)
+            yardstick = coded_reference(query, codes, routes, rule)
             cases.append((coded_attention(query, codes, routes=routes, scaling=rule.scaling), yardstick, truth))
         gate = within_budget(cases)
         if gate != "passed":
@@ -252,8 +252,9 @@ class InTurn:
 
 
 def clone(codes: CodedKV) -> CodedKV:
-    tensors = {f.name: getattr(codes, f.name) for f in dataclasses.fields(codes)}
-    return CodedKV(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in tensors.items()})
+    fields = {f.name: getattr(codes, f.name) for f in dataclasses.fields(codes)}
+    copied = {name: x.clone() if isinstance(x, Tensor) else x for name, x in fields.items()}
+    return CodedKV(**{**copied, "banks": tuple(bank.clone() for bank in codes.banks)})
 
 
 def decode(bits: int, repeats: int) -> Row:
@@ -285,7 +286,8 @@ def decode(bits: int, repeats: int) -> Row:
         "grouped matmul float32": lambda: grouped(rows.float(), floats()),
     }
     times = alternate(calls, repeats, turn=5)
-    size = sum(x.numel() * x.element_size() for x in vars(codes).values() if isinstance(x, Tensor))
+    exact = (codes.sink_key, codes.sink_value, codes.key, codes.value)
+    size = sum(x.numel() * x.element_size() for x in (*codes.banks, *exact))
     read, speed = size / times["ours"] / 1e6, read_bandwidth()
     return compared(
         times,

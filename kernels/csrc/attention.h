@@ -50,19 +50,23 @@ struct AttentionArgs : Common {
     bool causal;
 };
 
-// quantsink::coded_attention: keys in the order sinks (exact), blocks of 64 (codes), the newest (exact).
+// Blocks of 64 tokens as codes, [batch, heads of one width, blocks] by strides in bytes: the records of codes.py.
+struct Bank {
+    const uint8_t* data;
+    int64_t batch, head, block;
+    int bits;  // 8, 4, 3 or 2
+};
+
+// quantsink::coded_attention: sinks (exact) and blocks (codes), which every query sees, then the newest (exact), of which
+// query i sees columns up to newest - queries + i. The mask of Common is not read.
 struct CodedArgs : Common {
-    int64_t blocks, exact, sinks;  // exact: sinks and newest together
-    int bits;                      // 8 or 4
-    View exact_key, exact_value;   // [batch, kv_heads, exact, dim]
-    // Dense, [batch, kv_heads, blocks, ...]: the cells of coded.h, then float16 scales and zero points.
-    const uint8_t* key_codes;
-    const uint16_t* key_scale;     // [head_dim]
-    const uint16_t* key_zero;
-    const uint8_t* value_codes;
-    const uint16_t* value_scale;   // [channel groups of 64][64 keys]
-    const uint16_t* value_zero;
-    bool causal;
+    int64_t sinks, newest;        // columns of the exact keys; the newest stand at the end of theirs
+    View sink_key, sink_value;    // [batch, kv_heads, sinks, dim]
+    View key, value;              // [batch, kv_heads, newest, dim]
+    const Bank* banks;
+    int64_t bank_count;
+    const int64_t* places;        // [kv_heads][2]: bank, and head within it
+    const int64_t* counts;        // [batch][2 + bank_count]: used sinks, newest, and blocks of each bank
 };
 
 struct AttentionKernels {

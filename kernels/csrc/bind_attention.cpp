@@ -2,10 +2,12 @@
 // decoding step calls this once a layer.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 
@@ -58,36 +60,36 @@ void sink_attention(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t o
     kernels().attention.attention(a);
 }
 
-void coded_attention(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t out,
-                     const std::array<int64_t, 8>& sizes, const std::array<int64_t, 3>& query_strides,
-                     const std::array<int64_t, 3>& key_strides, const std::array<int64_t, 3>& value_strides,
-                     const std::array<int64_t, 3>& out_strides, bool bfloat16, int bits, int64_t sinks,
-                     const std::array<uintptr_t, 2>& codes, const std::array<uintptr_t, 4>& halves, uintptr_t mask,
-                     const std::array<int64_t, 2>& mask_strides, uintptr_t routes, uintptr_t clip_row,
-                     uintptr_t clip_absolute, uintptr_t s_aux, float scaling, float softcap, bool causal, int threads,
-                     bool poison) {
+// Views: query, sink keys and values, the newest keys and values, out. Banks: address, strides in bytes, bits.
+void coded_attention(const std::array<uintptr_t, 6>& views, const std::array<std::array<int64_t, 3>, 6>& strides,
+                     const std::array<int64_t, 8>& sizes, bool bfloat16, const std::vector<std::array<int64_t, 5>>& banks,
+                     uintptr_t places, uintptr_t counts, uintptr_t routes, uintptr_t clip_row, uintptr_t clip_absolute,
+                     uintptr_t s_aux, float scaling, float softcap, int threads, bool poison) {
     CodedArgs a{};
     a.batch = sizes[0], a.heads = sizes[1], a.kv_heads = sizes[2], a.queries = sizes[3];
-    a.head_dim = sizes[4], a.value_dim = sizes[5], a.blocks = sizes[6], a.exact = sizes[7];
+    a.head_dim = sizes[4], a.value_dim = sizes[5], a.sinks = sizes[6], a.newest = sizes[7];
     a.type = bfloat16 ? Type::bf16 : Type::f32;
-    a.query = view(query, query_strides);
-    a.exact_key = view(key, key_strides);
-    a.exact_value = view(value, value_strides);
-    a.out = reinterpret_cast<void*>(out);
-    a.out_view = view(out, out_strides);
-    a.bits = bits, a.sinks = sinks;
-    a.key_codes = pointer<uint8_t>(codes[0]);
-    a.value_codes = pointer<uint8_t>(codes[1]);
-    a.key_scale = pointer<uint16_t>(halves[0]);
-    a.key_zero = pointer<uint16_t>(halves[1]);
-    a.value_scale = pointer<uint16_t>(halves[2]);
-    a.value_zero = pointer<uint16_t>(halves[3]);
-    a.mask = {pointer<uint8_t>(mask), mask_strides[0], mask_strides[1]};
+    a.query = view(views[0], strides[0]);
+    a.sink_key = view(views[1], strides[1]);
+    a.sink_value = view(views[2], strides[2]);
+    a.key = view(views[3], strides[3]);
+    a.value = view(views[4], strides[4]);
+    a.out = reinterpret_cast<void*>(views[5]);
+    a.out_view = view(views[5], strides[5]);
+    std::vector<Bank> all;
+    all.reserve(banks.size());
+    for (const auto& bank : banks) {
+        all.push_back({pointer<uint8_t>(static_cast<uintptr_t>(bank[0])), bank[1], bank[2], bank[3], static_cast<int>(bank[4])});
+    }
+    a.banks = all.data();
+    a.bank_count = static_cast<int64_t>(all.size());
+    a.places = pointer<int64_t>(places);
+    a.counts = pointer<int64_t>(counts);
     a.routes = pointer<uint8_t>(routes);
     a.clip_row = pointer<float>(clip_row);
     a.clip_absolute = pointer<float>(clip_absolute);
     a.s_aux = pointer<float>(s_aux);
-    a.scaling = scaling, a.softcap = softcap, a.causal = causal;
+    a.scaling = scaling, a.softcap = softcap;
     a.threads = threads, a.poison = poison;
     check_routes(a);
     nb::gil_scoped_release release;

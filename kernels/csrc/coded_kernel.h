@@ -2,64 +2,31 @@
 // Included once per instruction set, after attention_kernel.h.
 //
 // A key is zero + scale * code with one scale and zero point per (block of 64 keys, channel), a value the same per (key,
-// group of 64 channels). With m the middle code, q.k = sum (q * scale) (code - m) + q.(zero + m scale): the query is
-// scaled and rounded to INT8 for each block, and a block's weights take their values' scales on before they are rounded
-// to INT8. Only what the rounding multiplies is centred: the middle is computed exactly.
-//
-// Cells of 4 codes in 8 bits: keys [head_dim / 4][64 keys], values [16][value_dim]. In 4 bits a byte holds the code of a
-// cell in its low half and that of the next cell in its high half.
+// group of 64 channels). With m the middle code, q.k = sum (q * scale) (code - m) + q.(zero + m scale). INT8 rows: the
+// query is scaled and rounded to INT8 for each block, and a block's weights take their values' scales on before they are
+// rounded to INT8. Native rows: the same products in float32, without rounding. Only what the rounding multiplies is
+// centred: the middle is computed exactly.
 #pragma once
 
 #include "attention_kernel.h"
+#include "coded_codes.h"
+#include "exact_rows.h"
 
 namespace quantsink {
 namespace {
 
-constexpr int kGroup = 64;  // channels that share a value's scale
-constexpr int kAhead = 2;   // blocks that codes are prefetched ahead
+constexpr int kAhead = 2;             // blocks that codes are prefetched ahead
+constexpr int kExactRows = 2 * R;     // rows up to which exact keys are read where they lie, not packed
+constexpr int kDirectRows = 4 * R;    // native rows up to which codes are unpacked for each R rows, not once into floats
 
-template <int Bits> constexpr int kMiddle = 1 << (Bits - 1);
-
-template <int Bits> inline int64_t code_bytes(int64_t channels) { return kBlock * channels * Bits / 8; }
-
-// As product(), with codes of `b` in 8 or 4 bits, which are read this once. What lies `ahead` bytes further is asked for
-// at the same time, into the second-level cache: into the first it made things slower.
-template <int Bits, int RR, int NN>
-inline void code_product(const uint8_t* a, int64_t stride, const uint8_t* b, int64_t columns, int64_t groups, int64_t ahead,
-                         I (&acc)[RR][NN]) {
-    for (groups /= 8 / Bits; groups; --groups) {
-        I cell[8 / Bits][NN];
-        for (int64_t i = 0; i < NN * W * 4; i += 64) __builtin_prefetch(b + ahead + i, 0, 2);
-#pragma GCC unroll 16
-        for (int t = 0; t < NN; ++t) {
-            cell[0][t] = load_i(b + t * W * 4);
-            if constexpr (Bits == 4) {
-                cell[1][t] = and_i(shr<4>(cell[0][t]), set_i(0x0f0f0f0f));
-                cell[0][t] = and_i(cell[0][t], set_i(0x0f0f0f0f));
-            }
-        }
-#pragma GCC unroll 2
-        for (int i = 0; i < 8 / Bits; ++i) {
-#pragma GCC unroll 16
-            for (int r = 0; r < RR; ++r) {
-                const I row = broadcast4(a + r * stride + 4 * i);
-#pragma GCC unroll 16
-                for (int t = 0; t < NN; ++t) acc[r][t] = dot_codes(acc[r][t], row, cell[i][t]);
-            }
-        }
-        a += 4 * (8 / Bits);
-        b += columns * 4;
-    }
-}
-
-// One block of one KV head's codes.
-struct Codes {
-    const uint8_t* keys;
-    const uint16_t* key_scale;
-    const uint16_t* key_zero;
-    const uint8_t* values;
-    const uint16_t* value_scale;
-    const uint16_t* value_zero;
+// One block as a tile of rows meets it.
+struct CodedBlock {
+    Codes codes;
+    int64_t ahead;            // bytes to the record that is prefetched
+    const float* numbers;     // [kRows][row_width]: the tile's queries
+    const float* scale;       // [row_width]: of the keys
+    const float* zero;
+    int64_t row_width, head_dim, value_dim;
 };
 
 // What products of codes with numbers start at, given the numbers' sums lane by lane.
@@ -114,16 +81,78 @@ inline void encode_scaled(const float* rows, int64_t stride, int64_t width, cons
     starts<Bits, RR>(sum, start);
 }
 
+// The same without rounding: `rows` times `scale` in `to`.
+template <int Bits, int RR>
+inline void scale_rows(const float* rows, int64_t width, const float* scale, const float* zero, float* to, float (&dot)[RR]) {
+    F product[RR];
+#pragma GCC unroll 16
+    for (int r = 0; r < RR; ++r) product[r] = set(0.0f);
+    for (int64_t d = 0; d < width; d += W) {
+        const F s = load(scale + d), z = fma(s, set(kMiddle<Bits>), load(zero + d));
+#pragma GCC unroll 16
+        for (int r = 0; r < RR; ++r) {
+            const F x = load(rows + r * width + d);
+            store(to + r * width + d, x * s);
+            product[r] = fma(x, z, product[r]);
+        }
+    }
+    sums_of_rows<RR>(product, dot);
+}
+
+// Products of RR rows with one block's keys: scores are sums * slope + offset.
+template <int Bits, bool Native, int RR>
+inline void coded_sums(const Queries& q, int64_t row, const CodedBlock& block, float (&sums)[RR][kBlock],
+                       float (&slope)[RR], float (&offset)[RR]) {
+    const int64_t width = block.row_width;
+    const float* from = block.numbers + row * width;
+    uint8_t* cells = q.cells + row * width * (Native ? 4 : 1);
+    int32_t start[RR];
+    if constexpr (Native) {
+        scale_rows<Bits, RR>(from, width, block.scale, block.zero, reinterpret_cast<float*>(cells), offset);
+    } else {
+        encode_scaled<Bits, RR>(from, width, width, block.scale, block.zero, reinterpret_cast<int8_t*>(cells), slope,
+                                offset, start);
+    }
+    for (int r = 0; r < RR; ++r) {
+        slope[r] = (Native ? kTiny<Bits> : slope[r]) * q.scaling;
+        offset[r] *= q.scaling;
+    }
+    for (int v = 0; v < kVectors; v += NV) {
+        typename std::conditional_t<Native, Float32Op, CodesOp>::Acc acc[RR][NV];
+#pragma GCC unroll 16
+        for (int r = 0; r < RR; ++r) {
+#pragma GCC unroll 16
+            for (int t = 0; t < NV; ++t) {
+                if constexpr (!Native) acc[r][t] = set_i(start[r]);
+            }
+        }
+        const uint8_t* keys = block.codes.keys + v * W * 4;
+        if constexpr (Native) {
+            number_product<Bits, RR, NV>(reinterpret_cast<const float*>(cells), width, keys, kBlock, block.head_dim / 4,
+                                         block.ahead, acc);
+        } else {
+            code_product<Bits, RR, NV>(cells, width, keys, kBlock, block.head_dim / 4, block.ahead, acc);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < RR; ++r) {
+#pragma GCC unroll 16
+            for (int t = 0; t < NV; ++t) {
+                if constexpr (Native) store(&sums[r][(v + t) * W], acc[r][t]);
+                if constexpr (!Native) store(&sums[r][(v + t) * W], to_float(acc[r][t]));
+            }
+        }
+    }
+}
+
 // Scores of RR rows -> weights, 1 at each row's maximum (returned in log2).
 template <int RR, bool General>
-inline void coded_weights(const Queries& q, int64_t row, const int32_t (&sums)[RR][kBlock], const float (&slope)[RR],
+inline void coded_weights(const Queries& q, int64_t row, const float (&sums)[RR][kBlock], const float (&slope)[RR],
                           const float (&offset)[RR], F (&weight)[RR][kVectors], F (&total)[RR], float (&maximum)[RR]) {
     if constexpr (General) {
         for (int r = 0; r < RR; ++r) {
             F s[kVectors];
             for (int t = 0; t < kVectors; ++t) {
-                s[t] = limited(fma(to_float(load_i(&sums[r][t * W])), set(slope[r]), set(offset[r])), q.softcap,
-                               q.absolute[row + r]);
+                s[t] = limited(fma(load(&sums[r][t * W]), set(slope[r]), set(offset[r])), q.softcap, q.absolute[row + r]);
             }
             total[r] = set(0.0f);
             maximum[r] = weights_of<1>(s, q.word[row + r], q.floor[row + r], &total[r], weight[r]);
@@ -135,7 +164,7 @@ inline void coded_weights(const Queries& q, int64_t row, const int32_t (&sums)[R
     for (int r = 0; r < RR; ++r) {
 #pragma GCC unroll 16
         for (int t = 0; t < kVectors; ++t) {
-            s[r][t] = to_float(load_i(&sums[r][t * W]));
+            s[r][t] = load(&sums[r][t * W]);
             top[r] = t == 0 ? s[r][0] : max(top[r], s[r][t]);
         }
     }
@@ -154,25 +183,31 @@ inline void coded_weights(const Queries& q, int64_t row, const int32_t (&sums)[R
     }
 }
 
-// The weights of one group of channels: scaled, rounded.
-template <int Bits, int RR>
-inline void encode_weights(const F (&weight)[RR][kVectors], const uint16_t* scale, const uint16_t* zero,
-                           uint8_t (&codes)[RR][kBlock], float (&step)[RR], float (&base)[RR], int32_t (&start)[RR]) {
+// The weights of one group of channels, scaled: numbers for native rows, else INT8 codes with what one stands for in
+// `step`. `base` becomes weights . (zero + middle scale), and `start` what sums of products with the codes start at.
+template <int Bits, bool Native, int RR>
+inline void encode_weights(const F (&weight)[RR][kVectors], const uint16_t* scale, const uint16_t* zero, uint8_t* to,
+                           float (&step)[RR], float (&base)[RR], int32_t (&start)[RR]) {
     F scaled[RR][kVectors], most[RR], zeros[RR];
-    I sum[RR];
 #pragma GCC unroll 16
     for (int t = 0; t < kVectors; ++t) {
         const F s = load_half(scale + t * W), z = fma(s, set(kMiddle<Bits>), load_half(zero + t * W));
 #pragma GCC unroll 16
         for (int r = 0; r < RR; ++r) {
             scaled[r][t] = weight[r][t] * s;
-            most[r] = t == 0 ? scaled[r][0] : max(scaled[r][t], most[r]);
             zeros[r] = fma(weight[r][t], z, t == 0 ? set(0.0f) : zeros[r]);
+            if constexpr (Native) store(reinterpret_cast<float*>(to) + r * kBlock + t * W, scaled[r][t]);
+            if constexpr (!Native) most[r] = t == 0 ? scaled[r][0] : max(scaled[r][t], most[r]);
         }
     }
-    float top[RR];
-    largest_of_rows<RR>(most, top);
     sums_of_rows<RR>(zeros, base);
+    if constexpr (Native) {
+        for (int r = 0; r < RR; ++r) step[r] = kTiny<Bits>;
+        return;
+    }
+    float top[RR];
+    I sum[RR];
+    largest_of_rows<RR>(most, top);
 #pragma GCC unroll 16
     for (int r = 0; r < RR; ++r) {
         const F inverse = set(top[r] > 0 ? 127.0f / top[r] : 0.0f);
@@ -184,110 +219,86 @@ inline void encode_weights(const F (&weight)[RR][kVectors], const uint16_t* scal
             code[t] = to_int(scaled[r][t] * inverse);
             sum[r] = add_i(sum[r], code[t]);
         }
-        store_weights(codes[r], code);
+        store_weights(to + r * kBlock, code);
     }
     starts<Bits, RR>(sum, start);
 }
 
-// Integer scores of RR rows over one block of codes: sums * slope + offset. `numbers` holds the rows as float32,
-// `row_width` apart.
-template <int Bits, int RR>
-inline void coded_sums(const Queries& q, int64_t row, const float* numbers, int64_t row_width, int64_t head_dim,
-                       const Codes& block, const float* scale, const float* zero, int32_t (&sums)[RR][kBlock],
-                       float (&slope)[RR], float (&offset)[RR]) {
-    int32_t start[RR];
-    uint8_t* cells = q.cells + row * row_width;
-    encode_scaled<Bits, RR>(numbers + row * row_width, row_width, row_width, scale, zero, reinterpret_cast<int8_t*>(cells),
-                            slope, offset, start);
+// acc += factor * (step * (weights . codes) + base) for NN vectors of channels.
+template <int Bits, bool Native, int RR, int NN>
+inline void add_coded(const uint8_t* weights, const uint8_t* values, int64_t value_dim, int64_t ahead,
+                      const float (&step)[RR], const float (&base)[RR], const int32_t (&start)[RR],
+                      const float (&factor)[RR], float* acc, int64_t width) {
+    typename std::conditional_t<Native, Float32Op, CodesOp>::Acc sum[RR][NN];
+#pragma GCC unroll 16
     for (int r = 0; r < RR; ++r) {
-        slope[r] *= q.scaling;
-        offset[r] *= q.scaling;
-    }
-    for (int v = 0; v < kVectors; v += NV) {
-        I acc[RR][NV];
 #pragma GCC unroll 16
-        for (int r = 0; r < RR; ++r) {
-#pragma GCC unroll 16
-            for (int t = 0; t < NV; ++t) acc[r][t] = set_i(start[r]);
+        for (int t = 0; t < NN; ++t) {
+            if constexpr (!Native) sum[r][t] = set_i(start[r]);
         }
-        code_product<Bits, RR, NV>(cells, row_width, block.keys + v * W * 4, kBlock, head_dim / 4,
-                                   kAhead * code_bytes<Bits>(head_dim), acc);
+    }
+    if constexpr (Native) {
+        number_product<Bits, RR, NN>(reinterpret_cast<const float*>(weights), kBlock, values, value_dim, kBlock / 4, ahead, sum);
+    } else {
+        code_product<Bits, RR, NN>(weights, kBlock, values, value_dim, kBlock / 4, ahead, sum);
+    }
 #pragma GCC unroll 16
-        for (int r = 0; r < RR; ++r) {
+    for (int r = 0; r < RR; ++r) {
+        const F steps = set(step[r] * factor[r]), bases = set(base[r] * factor[r]);
 #pragma GCC unroll 16
-            for (int t = 0; t < NV; ++t) store_i(&sums[r][(v + t) * W], acc[r][t]);
+        for (int t = 0; t < NN; ++t) {
+            float* to = acc + r * width + t * W;
+            F x;
+            if constexpr (Native) x = sum[r][t];
+            if constexpr (!Native) x = to_float(sum[r][t]);
+            store(to, fma(x, steps, load(to) + bases));
         }
     }
 }
 
-// The largest visible score of RR rows in one block of codes, for the row clip.
+// The largest score of RR INT8 rows in one block of codes, for the row clip.
 template <int Bits, int RR>
-inline void coded_tops(const Queries& q, int64_t row, const float* numbers, int64_t row_width, int64_t head_dim,
-                       const Codes& block, const float* scale, const float* zero, float* top) {
-    alignas(64) int32_t sums[RR][kBlock];
+inline void coded_tops(const Queries& q, int64_t row, const CodedBlock& block, float* top) {
+    alignas(64) float sums[RR][kBlock];
     float slope[RR], offset[RR];
-    coded_sums<Bits, RR>(q, row, numbers, row_width, head_dim, block, scale, zero, sums, slope, offset);
+    coded_sums<Bits, false, RR>(q, row, block, sums, slope, offset);
     for (int r = 0; r < RR; ++r) {
         F s[kVectors];
         for (int t = 0; t < kVectors; ++t) {
-            s[t] = limited(fma(to_float(load_i(&sums[r][t * W])), set(slope[r]), set(offset[r])), q.softcap,
-                           q.absolute[row + r]);
+            s[t] = limited(fma(load(&sums[r][t * W]), set(slope[r]), set(offset[r])), q.softcap, q.absolute[row + r]);
         }
         top[r] = top_of(s, q.word[row + r], top[r]);
     }
 }
 
 // RR rows over one block of codes.
-template <int Bits, int RR, bool General>
-inline void coded_rows(const Queries& q, const State& state, int64_t row, const float* numbers, int64_t row_width,
-                       int64_t head_dim, int64_t value_dim, const Codes& block, const float* scale, const float* zero) {
-    alignas(64) int32_t sums[RR][kBlock];
-    alignas(64) uint8_t codes[RR][kBlock];
+template <int Bits, bool Native, int RR, bool General>
+inline void coded_rows(const Queries& q, const State& state, int64_t row, const CodedBlock& block) {
+    alignas(64) float sums[RR][kBlock];
+    alignas(64) uint8_t weights[RR * kBlock * (Native ? 4 : 1)];
     F weight[RR][kVectors], total[RR];
     float slope[RR], offset[RR], maximum[RR], factor[RR], step[RR], base[RR];
     int32_t start[RR];
-    coded_sums<Bits, RR>(q, row, numbers, row_width, head_dim, block, scale, zero, sums, slope, offset);
+    coded_sums<Bits, Native, RR>(q, row, block, sums, slope, offset);
     coded_weights<RR, General>(q, row, sums, slope, offset, weight, total, maximum);
     state.admit<RR>(row, maximum, factor);
     for (int r = 0; r < RR; ++r) {
         float* sum = state.sum + (row + r) * W;
         store(sum, fma(total[r], set(factor[r]), load(sum)));
     }
-    for (int64_t g = 0; g * kGroup < value_dim; ++g) {
-        encode_weights<Bits, RR>(weight, block.value_scale + g * kBlock, block.value_zero + g * kBlock, codes, step, base, start);
-        over_channels(smaller(kGroup, value_dim - g * kGroup), [&](int64_t d, auto count) {
-            constexpr int NN = decltype(count)::value;
-            I sum[RR][NN];
-#pragma GCC unroll 16
-            for (int r = 0; r < RR; ++r) {
-#pragma GCC unroll 16
-                for (int t = 0; t < NN; ++t) sum[r][t] = set_i(start[r]);
-            }
-            code_product<Bits, RR, NN>(codes[0], kBlock, block.values + (g * kGroup + d) * 4, value_dim, kBlock / 4,
-                                       kAhead * code_bytes<Bits>(value_dim), sum);
-#pragma GCC unroll 16
-            for (int r = 0; r < RR; ++r) {
-                const F steps = set(step[r] * factor[r]), bases = set(base[r] * factor[r]);
-#pragma GCC unroll 16
-                for (int t = 0; t < NN; ++t) {
-                    float* to = state.acc + (row + r) * state.width + g * kGroup + d + t * W;
-                    store(to, fma(to_float(sum[r][t]), steps, load(to) + bases));
-                }
-            }
+    for (int64_t g = 0; g < block.value_dim; g += kGroup) {
+        encode_weights<Bits, Native, RR>(weight, block.codes.value_scale + g, block.codes.value_zero + g, weights, step,
+                                         base, start);
+        over_channels(smaller(kGroup, block.value_dim - g), [&](int64_t d, auto count) {
+            add_coded<Bits, Native, RR, count>(weights, block.codes.values + (g + d) * 4, block.value_dim, block.ahead,
+                                               step, base, start, factor, state.acc + row * state.width + g + d, state.width);
         });
     }
 }
 
-// One code of a block, for native heads.
-template <int Bits> inline float code_at(const uint8_t* cells, int64_t columns, int64_t group, int64_t column, int64_t i) {
-    if constexpr (Bits == 8) return cells[(group * columns + column) * 4 + i];
-    const uint8_t both = cells[(group / 2 * columns + column) * 4 + i];
-    return group % 2 ? both >> 4 : both & 15;
-}
-
-template <class T, int Bits> class CodedAttention {
+template <class T> class CodedAttention {
 public:
-    explicit CodedAttention(const CodedArgs& args) : a(args), z(args, 1) {}
+    explicit CodedAttention(const CodedArgs& args) : a(args), z(sizes_of(args)) {}
 
     void run() {
         Arena measure;
@@ -310,16 +321,33 @@ private:
     TileRows* tile;     // [threads]
     float* parts;       // [tiles][chunks][part_rows][width + 2]
 
+    static Sizes sizes_of(const CodedArgs& args) {
+        Sizes z(args, 1);
+        z.row_width = round_up(args.head_dim, kPad);
+        return z;
+    }
+
+    // Of batch row b: used sinks, newest, and blocks of a KV head.
+    const int64_t* counts(int64_t b) const { return a.counts + b * (2 + a.bank_count); }
+    int64_t blocks(int64_t b, int64_t kv_head) const { return counts(b)[2 + a.places[2 * kv_head]]; }
+
     void lay_out(Arena& arena) {
         row_clip = false;
         limits = a.softcap > 0 || a.clip_row || a.clip_absolute;
         for (int64_t h = 0; h < a.heads && a.clip_row; ++h) row_clip |= a.clip_row[h] < kInfinity;
         group_tiles = ceil_div(z.group * a.queries, kRows);
         tiles = a.batch * a.kv_heads * group_tiles * 2;  // INT8 and native apart
-        const double work = static_cast<double>(a.batch) * a.kv_heads * a.blocks * kBlock * (a.head_dim + a.value_dim);
+        int64_t most = 0, keys = 0;
+        for (int64_t b = 0; b < a.batch; ++b) {
+            for (int64_t h = 0; h < a.kv_heads; ++h) {
+                most = larger(most, blocks(b, h));
+                keys += blocks(b, h) * kBlock + counts(b)[0] + counts(b)[1];
+            }
+        }
+        const double work = static_cast<double>(keys) * (a.head_dim + a.value_dim) * ceil_div(z.group * a.queries, R);
         threads = work < 2e5 ? 1 : a.threads;
         // Several shares of the keys for each thread, so that none waits long for another.
-        chunks = row_clip || threads == 1 ? 1 : larger(1, smaller(ceil_div(threads * 16, tiles), a.blocks / 4));
+        chunks = row_clip || threads == 1 ? 1 : larger(1, smaller(ceil_div(threads * 16, tiles), most / 4));
         part_rows = smaller(kRows, z.group * a.queries);
         parts = arena.take<float>(tiles * chunks * part_rows * (z.width + 2));
         numbers = arena.take<float>(threads * kRows * z.row_width);
@@ -330,21 +358,6 @@ private:
             const Scratch own(arena, a, z, 0);
             if (arena.real()) scratch[t] = own;
         }
-    }
-
-    int64_t keys() const { return a.exact + a.blocks * kBlock; }
-
-    // Visible ones of the `count` keys from position `from` on.
-    uint64_t visible(int64_t b, int64_t i, int64_t from, int64_t count) const {
-        if (a.mask.data) {
-            const uint8_t* row = a.mask.data + b * a.mask.batch + i * a.mask.query + from;
-            if (count == kBlock) return bits_of_bytes(row);
-            uint64_t bits = 0;
-            for (int64_t j = 0; j < count; ++j) bits |= static_cast<uint64_t>(row[j] != 0) << j;
-            return bits;
-        }
-        const int64_t reach = a.causal ? keys() - a.queries + i + 1 : keys();
-        return low_bits(smaller(count, reach - from));
     }
 
     void choose_rows(int64_t t, TileRows& to) const {
@@ -400,48 +413,70 @@ private:
 
     // All keys of this chunk; with `top` only the rows' largest scores are wanted.
     void pass(const TileRows& of, int64_t chunk, int index, float* top) const {
-        const Scratch& own = scratch[index];
         if (chunk == chunks - 1) {
-            exact_keys(of, 0, a.sinks, 0, index, top);
-            exact_keys(of, a.sinks, a.exact, a.sinks + a.blocks * kBlock, index, top);
+            const int64_t* count = counts(of.batch);
+            exact_keys(of, a.sink_key, a.sink_value, 0, count[0], false, index, top);
+            exact_keys(of, a.key, a.value, a.newest - count[1], a.newest, true, index, top);
         }
-        for (int64_t n = chunk * a.blocks / chunks; n < (chunk + 1) * a.blocks / chunks; ++n) {
-            const Codes block = codes_of(of.batch, of.kv_head, n);
-            if (!set_words(of, a.sinks + n * kBlock, kBlock, own)) continue;
-            float* scale = steps + index * 2 * z.row_width;
-            float* zero = scale + z.row_width;
-            load_halves(block.key_scale, a.head_dim, scale, z.row_width);
-            load_halves(block.key_zero, a.head_dim, zero, z.row_width);
+        const int64_t* place = a.places + 2 * of.kv_head;
+        const Bank& bank = a.banks[place[0]];
+        const int64_t all = blocks(of.batch, of.kv_head);
+        const int64_t from = chunk * all / chunks, to = (chunk + 1) * all / chunks;
+        if (from == to) return;
+        const uint8_t* first = bank.data + of.batch * bank.batch + place[1] * bank.head + from * bank.block;
+        switch (bank.bits) {
+            case 8: return coded_keys<8>(of, first, bank.block, to - from, index, top);
+            case 4: return coded_keys<4>(of, first, bank.block, to - from, index, top);
+            case 3: return coded_keys<3>(of, first, bank.block, to - from, index, top);
+            default: return coded_keys<2>(of, first, bank.block, to - from, index, top);
+        }
+    }
+
+    template <int Bits>
+    void coded_keys(const TileRows& of, const uint8_t* record, int64_t stride, int64_t count, int index, float* top) const {
+        const Scratch& own = scratch[index];
+        float* scale = steps + index * 2 * z.row_width;
+        float* zero = scale + z.row_width;
+        // Both passes of a row clip have to find the same scores to the bit.
+        const bool decoded = of.native && (of.count > kDirectRows || row_clip);
+        for (int64_t r = 0; r < of.count; ++r) own.q.word[r] = ~uint64_t{0};
+        for (int64_t n = 0; n < count; ++n, record += stride) {
+            const CodedBlock block{Codes(record, Bits, a.head_dim, a.value_dim), kAhead * stride,
+                                   numbers + index * kRows * z.row_width, scale, zero, z.row_width, a.head_dim, a.value_dim};
+            prefetch_halves(block.codes.key_scale, 2 * a.head_dim, block.ahead);
+            prefetch_halves(block.codes.value_scale, 2 * ceil_div(a.value_dim, kGroup) * kBlock, block.ahead);
+            load_halves(block.codes.key_scale, a.head_dim, scale, z.row_width);
+            load_halves(block.codes.key_zero, a.head_dim, zero, z.row_width);
             if (!finite(largest(scale, z.row_width)) || !finite(largest(zero, z.row_width))) {
-                for (int64_t r = 0; r < of.count; ++r) {
-                    if (own.q.word[r]) own.state.poison(r);
-                }
+                for (int64_t r = 0; r < of.count; ++r) own.state.poison(r);
             }
-            if (of.native) {
-                decode_block(block, scale, zero, own);
+            if (decoded) {
+                decode_block<Bits>(block, own);
                 native_block(of, own, index, top);
                 continue;
             }
-            const float* from = numbers + index * kRows * z.row_width;
-            const bool general = limits || !all_visible(of, own);
-            over_rows(0, of.count, [&](int64_t r, auto count) {
-                if (top) {
-                    coded_tops<Bits, count>(own.q, r, from, z.row_width, a.head_dim, block, scale, zero, top + r);
-                } else if (general) {
-                    coded_rows<Bits, count, true>(own.q, own.state, r, from, z.row_width, a.head_dim, a.value_dim, block,
-                                                  scale, zero);
+            over_rows(0, of.count, [&](int64_t r, auto rows) {
+                if (of.native) {
+                    coded_part<Bits, true, rows>(own, r, block);
+                } else if (top) {
+                    coded_tops<Bits, rows>(own.q, r, block, top + r);
                 } else {
-                    coded_rows<Bits, count, false>(own.q, own.state, r, from, z.row_width, a.head_dim, a.value_dim, block,
-                                                   scale, zero);
+                    coded_part<Bits, false, rows>(own, r, block);
                 }
             });
         }
     }
 
-    static bool all_visible(const TileRows& of, const Scratch& own) {
-        uint64_t all = ~uint64_t{0};
-        for (int64_t r = 0; r < of.count; ++r) all &= own.q.word[r];
-        return all == ~uint64_t{0};
+    template <int Bits, bool Native, int RR> void coded_part(const Scratch& own, int64_t r, const CodedBlock& block) const {
+        if (limits) {
+            coded_rows<Bits, Native, RR, true>(own.q, own.state, r, block);
+        } else {
+            coded_rows<Bits, Native, RR, false>(own.q, own.state, r, block);
+        }
+    }
+
+    static void prefetch_halves(const uint16_t* p, int64_t count, int64_t ahead) {
+        for (int64_t i = 0; i < count; i += 32) __builtin_prefetch(reinterpret_cast<const uint8_t*>(p + i) + ahead, 0, 2);
     }
 
     static void load_halves(const uint16_t* from, int64_t count, float* to, int64_t width) {
@@ -456,32 +491,32 @@ private:
         }
     }
 
-    Codes codes_of(int64_t b, int64_t h, int64_t n) const {
-        const int64_t i = (b * a.kv_heads + h) * a.blocks + n, groups = ceil_div(a.value_dim, kGroup);
-        return {a.key_codes + i * code_bytes<Bits>(a.head_dim),     a.key_scale + i * a.head_dim,
-                a.key_zero + i * a.head_dim,                        a.value_codes + i * code_bytes<Bits>(a.value_dim),
-                a.value_scale + i * groups * kBlock,                a.value_zero + i * groups * kBlock};
-    }
-
-    bool set_words(const TileRows& of, int64_t from, int64_t count, const Scratch& own) const {
-        uint64_t any = 0;
-        for (int64_t r = 0; r < of.count; ++r) {
-            own.q.word[r] = visible(of.batch, of.id[r].query, from, count);
-            any |= own.q.word[r];
-        }
-        return any;
-    }
-
-    // Exact keys first..last, which lie at `position` on among all keys.
-    void exact_keys(const TileRows& of, int64_t first, int64_t last, int64_t position, int index, float* top) const {
+    // Columns first..last of exact keys, the newest of which are causal.
+    void exact_keys(const TileRows& of, const View& key, const View& value, int64_t first, int64_t last, bool causal,
+                    int index, float* top) const {
         const Scratch& own = scratch[index];
         for (int64_t from = first; from < last; from += kBlock) {
             const int64_t count = smaller(kBlock, last - from);
-            if (!set_words(of, position + from - first, count, own)) continue;
-            pack_native_keys<Float32Op>(at<T>(a.exact_key, of.batch, of.kv_head, from), a.exact_key.token, low_bits(count),
-                                        a.head_dim, own.pack, own.block);
-            pack_native_values<Float32Op>(at<T>(a.exact_value, of.batch, of.kv_head, from), a.exact_value.token,
-                                          low_bits(count), a.value_dim, z.width, own.pack, own.block);
+            uint64_t any = 0;
+            for (int64_t r = 0; r < of.count; ++r) {
+                const int64_t reach = causal ? a.newest - a.queries + of.id[r].query + 1 : last;
+                own.q.word[r] = low_bits(smaller(count, reach - from));
+                any |= own.q.word[r];
+            }
+            if (!any) break;
+            if (of.count <= kExactRows) {
+                over_rows(0, of.count, [&](int64_t r, auto rows) {
+                    exact_rows<rows>(own.q, own.state, r, numbers + index * kRows * z.row_width, z.row_width,
+                                     at<T>(key, of.batch, of.kv_head, from), key.token,
+                                     at<T>(value, of.batch, of.kv_head, from), value.token, 64 - __builtin_clzll(any),
+                                     a.head_dim, top ? top + r : nullptr);
+                });
+                continue;
+            }
+            pack_native_keys<Float32Op>(at<T>(key, of.batch, of.kv_head, from), key.token, any, a.head_dim, own.pack,
+                                        own.block);
+            pack_native_values<Float32Op>(at<T>(value, of.batch, of.kv_head, from), value.token, any, a.value_dim, z.width,
+                                          own.pack, own.block);
             for (int64_t r = 0; r < of.count; ++r) {
                 if (own.q.word[r] & (*own.block.bad_keys | *own.block.bad_values)) own.state.poison(r);
             }
@@ -503,32 +538,31 @@ private:
     }
 
     // Codes -> the numbers they stand for, in own.block.
-    void decode_block(const Codes& block, const float* scale, const float* zero, const Scratch& own) const {
+    template <int Bits> void decode_block(const CodedBlock& block, const Scratch& own) const {
         auto* key = reinterpret_cast<float*>(own.block.key_numbers);
         auto* value = reinterpret_cast<float*>(own.block.value_numbers);
-        for (int64_t d = 0; d < a.head_dim; ++d) {
-            for (int64_t j = 0; j < kBlock; ++j) {
-                key[d * kBlock + j] = zero[d] + scale[d] * code_at<Bits>(block.keys, kBlock, d / 4, j, d % 4);
-            }
+        for (int v = 0; v < kVectors; v += NV) {
+            decode_columns<Bits, NV>(block.codes.keys + v * W * 4, kBlock, a.head_dim, block.ahead, block.scale, block.zero,
+                                     key + v * W, kBlock);
         }
         float step[kBlock], base[kBlock];
-        for (int64_t d = 0; d < z.width; ++d) {
-            if (d % kGroup == 0 && d < a.value_dim) {
-                load_halves(block.value_scale + d / kGroup * kBlock, kBlock, step, kBlock);
-                load_halves(block.value_zero + d / kGroup * kBlock, kBlock, base, kBlock);
-            }
-            for (int64_t j = 0; j < kBlock; ++j) {
-                value[j * z.width + d] =
-                    d < a.value_dim ? base[j] + step[j] * code_at<Bits>(block.values, a.value_dim, j / 4, d, j % 4) : 0;
-            }
+        for (int64_t g = 0; g < a.value_dim; g += kGroup) {
+            load_halves(block.codes.value_scale + g, kBlock, step, kBlock);
+            load_halves(block.codes.value_zero + g, kBlock, base, kBlock);
+            over_channels(smaller(kGroup, a.value_dim - g), [&](int64_t d, auto count) {
+                decode_columns<Bits, count>(block.codes.values + (g + d) * 4, a.value_dim, kBlock, block.ahead, step, base,
+                                            value + g + d, z.width);
+            });
         }
     }
 
     void merge_all() const {
+#pragma omp parallel for num_threads(threads) schedule(static) if (group_tiles > 1)
         for (int64_t t = 0; t < tiles; ++t) {
-            choose_rows(t, tile[0]);
-            for (int64_t r = 0; r < tile[0].count; ++r) {
-                merge_parts<T>(a, tile[0].batch, tile[0].id[r], parts + (t * chunks * part_rows + r) * (z.width + 2), chunks,
+            TileRows& of = tile[thread_index()];
+            choose_rows(t, of);
+            for (int64_t r = 0; r < of.count; ++r) {
+                merge_parts<T>(a, of.batch, of.id[r], parts + (t * chunks * part_rows + r) * (z.width + 2), chunks,
                                part_rows * (z.width + 2), z.width, 1);
             }
         }
@@ -536,11 +570,10 @@ private:
 };
 
 void coded_attention(const CodedArgs& args) {
-    const bool half = args.type == Type::bf16;
-    if (args.bits == 8) {
-        half ? CodedAttention<BF16, 8>(args).run() : CodedAttention<float, 8>(args).run();
+    if (args.type == Type::bf16) {
+        CodedAttention<BF16>(args).run();
     } else {
-        half ? CodedAttention<BF16, 4>(args).run() : CodedAttention<float, 4>(args).run();
+        CodedAttention<float>(args).run();
     }
 }
 

@@ -123,8 +123,8 @@ def test_pads_never_enter_a_statistic(family, side, request):
     padded = collect(model, (torch.cat(order, 1), mask), error_windows=1)
     for name, fields in alone.heads.items():
         for field, value in fields.items():
-            if side == "left" and field.startswith(("key", "error")):
-                continue  # keys turn with their position, and so does what INT8 makes of them
+            if side == "left" and field.startswith(("key", "error", "query_gram")):
+                continue  # queries and keys turn with their position, and so does what INT8 makes of them
             assert torch.allclose(padded.heads[name][field], value, atol=1e-5, rtol=1e-4), (name, field)
         assert torch.allclose(padded.heads[name]["value_amax"], fields["value_amax"], atol=1e-5)
         assert torch.equal(padded.heads[name]["key_count"], fields["key_count"])

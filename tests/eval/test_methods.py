@@ -17,7 +17,7 @@ from quantsink.calibration.calibration import Calibration
 from quantsink.errors import CheckpointError, UsageError
 from quantsink.eval import METHODS, parse_methods
 from quantsink.eval.footprint import count_parameters, footprint, payload_bytes, payload_on_disk
-from quantsink.eval.methods import GROUPS, WHOLE_MODEL
+from quantsink.eval.methods import CACHES, GROUPS, WHOLE_MODEL
 from quantsink.kernels import Route
 from quantsink.linear import QuantizedLinear
 
@@ -40,7 +40,7 @@ def test_every_name_is_known_by_itself_and_in_all() -> None:
         "w8a8",
         "attention-row",
     ]
-    assert {method.group for method in METHODS.values()} | {"checkpoint"} == set(GROUPS)
+    assert {method.group for method in METHODS.values()} | {"checkpoint", *CACHES} == set(GROUPS)
 
 
 def test_an_unknown_method_is_named_with_those_known() -> None:

@@ -44,6 +44,29 @@ def test_windows_do_not_overlap_unless_asked() -> None:
     assert [w.scored for w in cut(torch.arange(1, 21), length=11, bos=0)] == [10, 10]
 
 
+@pytest.mark.parametrize("bos", [None, 0])
+@pytest.mark.parametrize("stride", [9, 4, 6])
+@pytest.mark.parametrize("tokens", [9, 14, 40, 43])
+def test_context_is_never_scored_and_no_token_twice(tokens: int, stride: int, bos: int | None) -> None:
+    ids, context = torch.arange(1, tokens + 1), 6
+    whole = cut(ids, length=10, stride=stride, bos=bos)
+    windows = cut(ids, length=10, stride=stride, bos=bos, context=context)
+    assert all(context <= window.first_scored < len(window.ids) for window in windows)
+    for window, same in zip(windows, whole, strict=False):
+        assert torch.equal(window.ids, same.ids)
+    scored = positions(windows, stride, bos is not None)
+    assert len(set(scored)) == len(scored)
+    starts = range(0, tokens, stride)
+    reached = {p for s in starts for p in range(s + context - (bos is not None), s + 10 - (bos is not None))}
+    assert sorted(scored) == sorted(p for p in reached if p < tokens)
+
+
+@pytest.mark.parametrize("context", [10, 11, -1])
+def test_a_context_that_leaves_nothing_to_score_is_refused(context: int) -> None:
+    with pytest.raises(UsageError, match=f"--length 10: the first {context} tokens"):
+        cut(torch.arange(20), length=10, context=context)
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_nothing_is_scored_where_nothing_stands_before_it(tokens: int) -> None:
     assert cut(torch.arange(tokens), length=4) == []
@@ -80,6 +103,9 @@ def test_reading_counts_truly(tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     part = read(tokenizer, str(path), length=6, max_windows=2)
     assert (part.scored, part.complete) == (10, False)
     assert read(tokenizer, str(path), length=6, max_windows=3).complete
+    behind = read(tokenizer, str(path), length=6, context=4)
+    assert [(len(w.ids), w.first_scored) for w in behind.windows] == [(6, 4), (6, 4)]
+    assert (behind.scored, behind.context, whole.context) == (4, 4, 0)
     plain = read(tokenizer, str(path), length=6, bos=False)
     assert (plain.scored, plain.bos) == (9 + 2, None)
 
@@ -96,8 +122,9 @@ def test_the_fingerprint_follows_ids_and_layout(tokenizer: PreTrainedTokenizerFa
         read(tokenizer, str(path), length=7),
         read(tokenizer, str(path), length=6, stride=3),
         read(tokenizer, str(path), length=6, bos=False),
+        read(tokenizer, str(path), length=6, context=2),
     ]
-    assert len({same, *(text.fingerprint for text in different)}) == 5
+    assert len({same, *(text.fingerprint for text in different)}) == 6
 
 
 def test_a_bos_in_the_text_is_taken_out(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

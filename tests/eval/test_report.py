@@ -106,7 +106,7 @@ def test_text_used_for_calibration_is_said(
         found = run("reference", text=read(tokenizer, name, length=30, max_windows=2))
         assert found.conditions.calibration.covers_text
         assert "measured on text used for calibration" in found.warnings[0]
-        assert "measured on text used for calibration" in found.html(b"")
+        assert "measured on text used for calibration" in found.html({})
 
 
 def test_nothing_runs_on_wrong_terms(
@@ -137,7 +137,7 @@ def test_a_method_that_cannot_run_states_why(run: Measure) -> None:
         "failed: peer: its logits contain NaN or inf",
     ]
     assert found.rows[1].kl is None
-    assert "does not run on abacus" in found.html(b"")
+    assert "does not run on abacus" in found.html({})
     assert Report.from_dict(found.to_dict()) == found
 
 
@@ -237,7 +237,7 @@ def test_json_round_trip_is_exact_and_strict(report: Report, tmp_path: Path) -> 
         with pytest.raises(UsageError, match=says):
             Report.from_dict(changed)
 
-    refused(lambda d: d.update(schema=2), "schema 2")
+    refused(lambda d: d.update(schema=1), "schema 1, this quantsink reads 2")
     refused(lambda d: d.update(more=1), "not a quantsink report")
     refused(lambda d: d["rows"][1].update(extra=1), r"rows\[1\]: unknown key 'extra'")
     refused(lambda d: d["rows"][1].pop("kl"), r"rows\[1\]: no 'kl'")
@@ -251,7 +251,7 @@ def test_an_infinite_perplexity_is_written_as_json(report: Report) -> None:
     worst = dataclasses.replace(report.rows[1], ppl=math.inf, ppl_ratio=math.inf)
     found = dataclasses.replace(report, rows=(worst,))
     assert Report.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
-    assert "inf" in found.html(b"")
+    assert "inf" in found.html({})
 
 
 def test_html_stands_alone_and_names_every_row(report: Report, tmp_path: Path) -> None:

@@ -92,6 +92,33 @@ def test_report(work, capsys, tmp_path):
     assert mine["kl"] == checkpoint["kl"], "a reloaded checkpoint computes the same bits"
 
 
+def test_report_of_caches(work, capsys, tmp_path):
+    calibrate = [
+        "calibrate",
+        str(work / "model"),
+        "-o",
+        str(tmp_path / "c"),
+        "--seq-len",
+        "200",
+        "--max-tokens",
+        "1600",
+    ]
+    assert main(calibrate) == 0
+    capsys.readouterr()
+    code, out, err = run(
+        capsys, "report", work / "model", "-o", tmp_path / "r", "--calibration", tmp_path / "c", "--length", 230,
+        "--max-windows", 2, "--kv-bits", "4", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    rows = {row["method"]: row for row in found["rows"]}
+    assert list(rows) == ["reference", "kv4", "kv4-no-sinks", "kv4-nearest", "kv4-uniform", "kv4-random", "hqq-kv4"]
+    assert (found["conditions"]["context"], found["conditions"]["scored"]) == (128, 2 * 102)
+    assert 4 < rows["kv4"]["bits_kv"] < 8
+    assert 0 < rows["kv4"]["kv_bytes"] < 230 * 2 * 2 * 2 * 16 * 4
+    assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.json", "report.html", "kl_vs_kv_bits.png"}
+
+
 def test_native_heads(work, capsys, tmp_path):
     code, out, _ = run(
         capsys, "export", work / "model", "--calibration", work / "calibration", "-o", tmp_path / "x",
@@ -144,6 +171,9 @@ def test_recipe_prints_what_export_reads(work, capsys, tmp_path):
         (["export", "{tmp}/broken", "--calibration", "{work}/calibration", "-o", "{tmp}/o"], 1, "cannot be loaded"),
         (["report", "{work}/model", "-o", "{tmp}/o", "--methods", "magic"], 2, "magic"),
         (["report", "{work}/model", "-o", "{tmp}/o", "--length", "700"], 2, "at most 512"),
+        (["report", "{work}/model", "-o", "{tmp}/o", "--kv-bits", "5"], 2, "--kv-bits '5'"),
+        (["report", "{work}/model", "-o", "{tmp}/o", "--kv-bits", "4,3;2"], 2, "8, 4, 3, 2, separated by commas"),
+        (["report", "{work}/model", "-o", "{tmp}/o", "--kv-bits", "4", "--length", "128"], 2, "--length 128"),
         (["calibrate", "{work}/model", "-o", "{tmp}/o", "--seq-len", "5000"], 2, "at most 512"),
         (["calibrate", "{work}/model", "-o", "{tmp}/o", "--seq-len", "12"], 2, "--seq-len 12"),
         (["calibrate", "{work}/model", "-o", "{tmp}/empty.txt/x"], 2, "is not a folder that can be written"),

@@ -6,82 +6,196 @@ query row q of an INT8 head has, over one block of 64 keys,
     s = scaling * (a / 127 * round(127 (q * scale) / a) . (code - m) + q . zero)    with a = max |q * scale|
     o = b / 127 * round(127 (p * scale) / b) @ (code - m) + p . zero    with p = exp(s - max s), b = max (p * scale)
 
-and blocks meet through their log-sum-exp as in `sink_attention`. Exact keys are computed as they are. `native` heads
-compute with the numbers that the codes stand for.
+and parts meet through their log-sum-exp as in `sink_attention`: the exact keys, which are computed as they are, and
+a few blocks at a time, so that never more of the cache than these exists in full precision. `native` heads compute with
+the numbers that the codes stand for.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantsink.kernels.coded_attention.codes import BLOCK, GROUP, CodedKV, spread, unpack
+from quantsink.kernels.coded_attention.cache import CodedKV, check_banks, record
+from quantsink.kernels.coded_attention.codes import BLOCK, GROUP, spread, unpack_record
 from quantsink.kernels.int8_linear import QMAX
-from quantsink.kernels.sink_attention.reference import Route, Rule, drop, finite, limit, per_head
+from quantsink.kernels.sink_attention.reference import Route, Rule, finite
+
+SLICE = 16
+"""Blocks that are unpacked at a time, at most."""
+ROWS = 8192
+"""Rows of queries times blocks at a time, where there are many."""
 
 
-def reference(query: Tensor, codes: CodedKV, mask: Tensor | None, routes: Tensor, rule: Rule) -> Tensor:
+@dataclass(frozen=True)
+class Part:
+    """Scores `[B, h, n, keys]` with hidden ones -inf, and what they weigh: `values` takes exp(scores - top)."""
+
+    scores: Tensor
+    value: Tensor
+    """`[B, h, keys, Dv]`, or of codes `[B, h, N, 64, Dv]`, less their middle."""
+    scale: Tensor | None = None
+    """`[B, h, N, G, 64]`."""
+    zero: Tensor | None = None
+
+
+def reference(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
     """Attention output `[B, H, Lq, Dv]` in the type of `query`."""
     work = query.dtype if query.dtype == torch.float64 else torch.float32
+    places, rows = check_banks(codes)
+    batch, heads, queries, _ = query.shape
+    group = heads // len(places)
     q = query.to(work)
-    group = q.shape[1] // codes.exact_key.shape[1]
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], codes.exact_value.shape[3]).transpose(1, 2)
-    hidden = ~visible(q, codes, mask, rule)
-    for native in (False, True):
-        heads = ((routes == Route.NATIVE) == native).nonzero()[:, 0]
-        if len(heads):
-            out[:, heads] = attend(q[:, heads], codes, heads, heads // group, hidden, native, rule)
+    out = q.new_zeros(batch, queries, heads, codes.value.shape[3]).transpose(1, 2)
+    native = (routes == Route.NATIVE).tolist()
+    for route in (False, True):
+        for bank in range(len(codes.banks)):
+            # All heads of a KV head together, even where they take other routes: those are left out of the result.
+            some = [
+                h for h, (at, _) in enumerate(places) if at == bank and route in native[h * group : (h + 1) * group]
+            ]
+            if not some or query.numel() == 0:
+                continue
+            mine = Rows(q, codes, rows, bank, some, [places[h][1] for h in some], route, rule).attend()
+            mine = mine.unflatten(2, (group, queries)).to(work)
+            for n, h in enumerate(some):
+                for g in range(group):
+                    if native[h * group + g] == route:
+                        out[:, h * group + g] = mine[:, n, g]
     return out.to(query.dtype)
 
 
-def visible(q: Tensor, codes: CodedKV, mask: Tensor | None, rule: Rule) -> Tensor:
-    """`[B or 1, 1, Lq, L]`."""
-    if mask is not None:
-        return mask
-    keys, queries = len(codes), q.shape[2]
-    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=q.device)
-    return seen.tril(keys - queries) if rule.causal else seen
+class Rows:
+    """The query rows `[B, h, n, D]` of some KV heads of one bank, n = group * Lq."""
 
+    def __init__(
+        self,
+        q: Tensor,
+        codes: CodedKV,
+        rows: list[list[int]],
+        bank: int,
+        kv_heads: list[int],
+        places: list[int],
+        native: bool,
+        rule: Rule,
+    ) -> None:
+        self.codes, self.native, self.rule = codes, native, rule
+        self.queries = q.shape[2]
+        self.kv_heads = torch.tensor(kv_heads, device=q.device)
+        self.places = torch.tensor(places, device=q.device)
+        self.all_heads, self.group = codes.key.shape[1], q.shape[1] // codes.key.shape[1]
+        self.q = q.unflatten(1, (self.all_heads, self.group))[:, self.kv_heads].flatten(2, 3)
+        self.bank, self.bits = codes.banks[bank], codes.bits[bank]
+        table = torch.tensor(rows, device=q.device).view(-1, 2 + len(codes.banks), 1, 1, 1)
+        self.sinks, self.newest, self.used = table[:, 0], table[:, 1], table[:, 2 + bank]
+        """`[B, 1, 1, 1]` each."""
+        self.blocks = max(row[2 + bank] for row in rows)
+        self.ragged = min(row[2 + bank] for row in rows) < self.blocks
 
-def attend(
-    q: Tensor, codes: CodedKV, heads: Tensor, kv_head: Tensor, hidden: Tensor, native: bool, rule: Rule
-) -> Tensor:
-    work, blocks, sinks, value_dim = q.dtype, codes.key_codes.shape[2], codes.sinks, codes.exact_value.shape[3]
-    exact_key, exact_value = codes.exact_key.to(work)[:, kv_head], codes.exact_value.to(work)[:, kv_head]
-    middle_code = 2 ** (codes.bits - 1)
-    key = unpack(codes.key_codes, codes.bits, BLOCK).to(work)[:, kv_head] - middle_code  # [B, h, N, D, 64]
-    key_scale = codes.key_scale.to(work)[:, kv_head]
-    key_zero = codes.key_zero.to(work)[:, kv_head] + middle_code * key_scale
+    def attend(self) -> Tensor:
+        """`[B, h, n, Dv]`."""
+        floor = None
+        if self.rule.clip_row is not None:
+            tops = [part.scores.amax(-1, keepdim=True) for part in self.parts() if part.scores.shape[-1]]
+            floor = torch.cat(tops, -1).amax(-1, keepdim=True) - self.per_row(self.rule.clip_row)
+        top = self.q.new_full((*self.q.shape[:3], 1), -torch.inf)
+        total = torch.zeros_like(top)
+        out = self.q.new_zeros(*self.q.shape[:3], self.codes.value.shape[3])
+        for part in self.parts():
+            s = part.scores
+            if not s.shape[-1]:
+                continue
+            if floor is not None:
+                s = s.masked_fill(s < floor, -torch.inf)
+            new = torch.maximum(top, s.amax(-1, keepdim=True))
+            before = torch.exp(top - finite(new))
+            p, weighted = self.weighted(part, s, new)
+            total = total * before + p
+            out = out * before + weighted
+            top = new
+        # Nothing is visible where the total is 0; what is not a number stays one.
+        out = torch.where(total == 0, 0, out / total)
+        if self.rule.s_aux is not None:
+            out = out * torch.sigmoid(top + total.log() - self.per_row(self.rule.s_aux))
+        return out
 
-    scaled = q[:, :, :, None] * key_scale[:, :, None]  # [B, h, Lq, N, D]
-    if not native:
-        scaled = to_codes(scaled)
-    middle = torch.einsum("bhqnd,bhndk->bhqnk", scaled, key) + (q[:, :, :, None] * key_zero[:, :, None]).sum(
-        -1, keepdim=True
-    )
-    exact = q @ exact_key.transpose(-1, -2)
-    s = torch.cat([exact[..., :sinks], middle.flatten(3), exact[..., sinks:]], -1) * rule.scaling
-    s = limit(s, heads, rule).masked_fill_(hidden, -torch.inf)
-    drop([s], heads, rule)
+    def parts(self) -> Iterator[Part]:
+        yield self.exact(self.codes.sink_key, self.codes.sink_value, newest=False)
+        yield self.exact(self.codes.key, self.codes.value, newest=True)
+        step = max(1, min(SLICE, ROWS // max(self.q.shape[2], 1)))
+        for first in range(0, self.blocks, step):
+            yield self.coded(first, min(first + step, self.blocks))
 
-    lse = torch.logsumexp(s, -1, keepdim=True)
-    exact, middle = torch.cat([s[..., :sinks], s[..., sinks + blocks * BLOCK :]], -1), s[..., sinks:]
-    out = torch.exp(exact - finite(lse)) @ exact_value
-    if blocks:
-        middle = middle[..., : blocks * BLOCK].unflatten(3, (blocks, BLOCK))
-        top = finite(middle.amax(-1, keepdim=True))
-        p = torch.exp(middle - top)
-        share = torch.exp(top - finite(lse)[..., None])
-        value = unpack(codes.value_codes, codes.bits, value_dim).to(work)[:, kv_head] - middle_code  # [B, h, N, 64, Dv]
-        zero = codes.value_zero.to(work) + middle_code * codes.value_scale.to(work)
-        zero = spread(zero, value_dim)[:, kv_head]
-        parts = []
-        for group, part in enumerate(value.split(GROUP, 4)):
-            weights = p * codes.value_scale[:, kv_head, None, :, group].to(work)
-            parts.append(torch.einsum("bhqnk,bhnkd->bhqnd", weights if native else to_codes(weights), part))
-        coded = torch.cat(parts, -1) + torch.einsum("bhqnk,bhnkd->bhqnd", p, zero)
-        out = out + (coded * share).sum(3)
-    if rule.s_aux is not None:
-        out = out * torch.sigmoid(lse - per_head(rule.s_aux, heads, lse))
-    return out
+    def exact(self, key: Tensor, value: Tensor, newest: bool) -> Part:
+        columns = torch.arange(key.shape[2], device=self.q.device)
+        if newest:
+            used = columns >= key.shape[2] - self.newest
+            last = key.shape[2] - self.queries + torch.arange(self.queries, device=self.q.device)
+            seen = used & (columns <= last.repeat(self.group)[:, None])
+        else:
+            seen = used = columns < self.sinks
+        # What is not used may be anything.
+        k, v = (x[:, self.kv_heads].to(self.q.dtype).masked_fill(~used.transpose(-1, -2), 0) for x in (key, value))
+        scores = self.limited(self.q @ k.transpose(-1, -2) * self.rule.scaling)
+        return Part(scores.masked_fill_(~seen, -torch.inf), v)
+
+    def coded(self, first: int, last: int) -> Part:
+        layout, work, middle = (
+            record(self.bits, self.q.shape[3], self.codes.value.shape[3]),
+            self.q.dtype,
+            2 ** (self.bits - 1),
+        )
+        records = self.bank[:, :, first:last].index_select(1, self.places)
+        unused = torch.arange(first, last, device=self.q.device) >= self.used[..., 0]  # [B, 1, N]
+        if self.ragged:
+            records = records.masked_fill(unused[..., None], 0)
+        key, key_scale, key_zero, value, value_scale, value_zero = (x.to(work) for x in unpack_record(records, layout))
+        q = self.q[:, :, :, None]
+        zero = (q * (key_zero + middle * key_scale)[:, :, None]).sum(-1, keepdim=True)
+        scaled = q * key_scale[:, :, None]  # [B, h, n, N, D]
+        scaled = scaled if self.native else to_codes(scaled)
+        scores = torch.einsum("bhqnd,bhndk->bhqnk", scaled, key - middle) + zero
+        scores = self.limited(scores.mul_(self.rule.scaling))
+        if self.ragged:
+            scores = scores.masked_fill_(unused[:, :, None, :, None], -torch.inf)
+        return Part(scores.flatten(3), value - middle, value_scale, value_zero + middle * value_scale)
+
+    def weighted(self, part: Part, s: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of exp(s - top), and of the values that it weighs."""
+        if part.scale is None or part.zero is None:
+            p = torch.exp(s - finite(top))
+            return p.sum(-1, keepdim=True), p @ part.value
+        s = s.unflatten(-1, (-1, BLOCK))
+        most = s.amax(-1, keepdim=True)
+        p = torch.exp(s - finite(most))
+        share = torch.exp(most - finite(top)[..., None])
+        # By its share a block's weights come to the common maximum, after they were rounded below their own.
+        total = (p * share).sum((-1, -2))[..., None]
+        zero = spread(part.zero, part.value.shape[-1])
+        weighted = torch.einsum("bhqnk,bhnkd->bhqd", p * share, zero)
+        for group, value in enumerate(part.value.split(GROUP, -1)):
+            weights = p * part.scale[:, :, None, :, group]
+            weights = weights if self.native else to_codes(weights)
+            weighted[..., group * GROUP : (group + 1) * GROUP] += torch.einsum(
+                "bhqnk,bhnkd->bhqd", weights * share, value
+            )
+        return total, weighted
+
+    def limited(self, s: Tensor) -> Tensor:
+        """Soft-cap, then absolute clip, of scores `[B, h, n, ...]`."""
+        if self.rule.softcap:
+            s = s.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
+        if self.rule.clip_absolute is not None:
+            bound = self.per_row(self.rule.clip_absolute)
+            bound = bound if s.dim() == 4 else bound[..., None]
+            s = s.clamp_(-bound, bound)
+        return s
+
+    def per_row(self, x: Tensor) -> Tensor:
+        """`[H]` -> `[h, n, 1]`."""
+        x = x.to(self.q).view(self.all_heads, self.group, 1).expand(-1, -1, self.queries)
+        return x[self.kv_heads].flatten(1)[..., None]
 
 
 def to_codes(x: Tensor) -> Tensor:
