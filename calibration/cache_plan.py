@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantsink.architecture import AttentionLayer
 from quantsink.calibration.calibration import Calibration, KVHead
-from quantsink.errors import CalibrationError, RecipeError
+from quantsink.errors import ArchitectureError, CalibrationError, RecipeError
 from quantsink.kernels.coded_attention.codes import BLOCK, WIDTHS, Record
 from quantsink.plan import CacheLayerPlan, CachePlan
 from quantsink.recipe import KVCache
@@ -50,8 +50,13 @@ def cache_plan(
         CalibrationError: the calibration did not measure what the options need.
     """
     sinks = max(calibration.settings.sink_size, SINKS) if sink_size is None else sink_size
-    _check(bits, sinks, residual, widths, rounding, stream, max_length)
+    _check(bits, sinks, residual, widths, rounding, stream, max_length, seed)
     layers = [layer for layer in calibration.layers if layer.window is None]
+    for layer in layers:
+        try:
+            Record(4, layer.head_dim, layer.head_dim)
+        except ValueError as error:
+            raise ArchitectureError(f"{calibration.model}: {layer.name}: {error}") from None
     heads = [head for head in calibration.kv_heads() if any(head.layer == layer.index for layer in layers)]
     chosen = choose_widths(heads, bits, widths, seed, [layer.head_dim for layer in layers][:1] or [64])
     windows = choose_windows(heads, stream)
@@ -163,12 +168,13 @@ def choose_windows(heads: list[KVHead], stream: str | int) -> dict[Place, int]:
 
 
 def _check(
-    bits: Any, sinks: int, residual: int, widths: str, rounding: str, stream: str | int, max_length: int | None
+    bits: Any, sinks: Any, residual: Any, widths: str, rounding: str, stream: str | int, max_length: Any, seed: Any
 ) -> None:
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not min(WIDTHS) <= bits <= max(WIDTHS):
         raise RecipeError(f"kv bits {bits!r}: from {min(WIDTHS)} to {max(WIDTHS)}")
-    if sinks < 0 or residual < 0:
-        raise RecipeError(f"sink_size {sinks} and residual {residual}: 0 or more")
+    for name, value in (("sink_size", sinks), ("residual", residual), ("seed", seed)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise RecipeError(f"{name} {value!r}: a whole number, 0 or more")
     if widths not in ("measured", "uniform", "random"):
         raise RecipeError(f"widths {widths!r}: not one of measured, uniform, random")
     if rounding not in ("query", "nearest"):
@@ -176,8 +182,9 @@ def _check(
     if stream not in ("auto", "off") and (isinstance(stream, bool) or not isinstance(stream, int) or stream < 1):
         raise RecipeError(f"stream {stream!r}: auto, off, or a number of tokens")
     least = sinks + residual + 2 * BLOCK
-    if max_length is not None and max_length < least:
-        raise RecipeError(f"max_length {max_length}: at least {least} (sinks, residual and two blocks)")
+    whole = isinstance(max_length, int) and not isinstance(max_length, bool)
+    if max_length is not None and (not whole or max_length < least):
+        raise RecipeError(f"max_length {max_length!r}: at least {least} (sinks, residual and two blocks)")
 
 
 __all__ = ["cache_options", "cache_plan", "choose_widths", "choose_windows"]

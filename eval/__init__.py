@@ -6,6 +6,7 @@ from quantsink.eval.measurement import measure
 from quantsink.eval.methods import METHODS, Method, from_recipe, parse_methods
 from quantsink.eval.perplexity import EvalText, EvalWindow, cut, read
 from quantsink.eval.report import Report
+from quantsink.eval.rolling import RollingCurve, RollingPoint, Stream, check_rolling, read_stream
 from quantsink.eval.rows import CalibrationFacts, Conditions, Footprint, Row, compare_conditions
 
 __all__ = [
@@ -18,8 +19,12 @@ __all__ = [
     "Footprint",
     "Method",
     "Report",
+    "RollingCurve",
+    "RollingPoint",
     "Row",
+    "Stream",
     "cache_methods",
+    "check_rolling",
     "compare_conditions",
     "cut",
     "from_recipe",
@@ -27,4 +32,5 @@ __all__ = [
     "parse_methods",
     "parse_widths",
     "read",
+    "read_stream",
 ]

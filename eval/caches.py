@@ -1,7 +1,9 @@
 """The rows of a report that differ in their KV cache alone, and what a cache truly weighs."""
 
+import dataclasses
 import importlib.util
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantsink.calibration.calibration import Calibration
-from quantsink.errors import UsageError
+from quantsink.errors import CalibrationError, UsageError
 from quantsink.eval.divergence import MakeCache
 from quantsink.eval.methods import Method, NotRunError, one_line
 from quantsink.eval.perplexity import EvalWindow
@@ -51,7 +53,42 @@ def _sink_caches(bits: int) -> list[Method]:
             ("-uniform", f"every head {bits} bits", {"widths": "uniform"}),
             ("-random", "as many heads of each width, chosen at random", {"widths": "random"}),
         ]
-    return [_cached(f"kv{bits}{end}", words, "cache", _sink_cache(bits, options)) for end, words, options in rows]
+    found = [_cached(f"kv{bits}{end}", words, "cache", _sink_cache(bits, options)) for end, words, options in rows]
+    if bits == max(WIDTHS):
+        words = "heads that calibration saw looking only near forget all but sinks and the newest 256 tokens"
+        found += [
+            _cached(f"kv{bits}-stream", words, "cache", _streaming(bits, None)),
+            _cached(f"kv{bits}-stream-random", "as many heads forget, chosen at random", "cache", _streaming(bits, 0)),
+        ]
+    return found
+
+
+def _streaming(bits: int, seed: int | None) -> Callable[[Any, Calibration | None], MakeCache]:
+    """`stream="auto"`; with a seed the heads that stream are dealt anew, which is the control."""
+
+    def prepare(model: Any, calibration: Calibration | None) -> MakeCache:
+        from quantsink.cache import SinkCache
+
+        if calibration is None:
+            raise UsageError("this cache needs a calibration of the model; give --calibration")
+        try:
+            plan = calibration.cache_plan(model, bits=bits, stream="auto")
+        except CalibrationError as error:
+            raise NotRunError(str(error)) from error
+        windows = [window for layer in plan.layers.values() for window in layer.windows]
+        if not any(windows):
+            raise NotRunError("no head of this model looks only near")
+        if seed is not None:
+            random.Random(seed).shuffle(windows)
+            dealt = iter(windows)
+            layers = {
+                name: dataclasses.replace(layer, windows=tuple(next(dealt) for _ in layer.windows))
+                for name, layer in plan.layers.items()
+            }
+            plan = dataclasses.replace(plan, layers=layers)
+        return lambda: SinkCache(model, plan)
+
+    return prepare
 
 
 def _sink_cache(bits: int, options: dict[str, Any]) -> Callable[[Any, Calibration | None], MakeCache]:

@@ -158,7 +158,7 @@ def _scored(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first row, log-probabilities `[R, V]` float32, targets `[R]`) over the scored tokens of one window."""
     device = next(model.parameters()).device
-    with _evaluating(model):
+    with evaluating(model):
         logits = _logits(model, window.ids.to(device), cache)
     logits = logits[window.first_scored - 1 : -1]
     targets = window.ids[window.first_scored :].to(device)
@@ -181,7 +181,7 @@ def _logits(model: Any, ids: Tensor, cache: Any | None) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """Evaluation mode for the block; each module's own mode comes back afterwards."""
     training = [module for module in model.modules() if module.training]
     try:

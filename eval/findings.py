@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quantsink.eval.bootstrap import difference_interval
+from quantsink.eval.bootstrap import difference_interval, perplexity, ratio_interval
+from quantsink.eval.rolling import DROPPED, KEPT, RollingCurve, RollingPoint
 from quantsink.eval.rows import Row
 
 QUESTIONS = (
@@ -27,10 +28,15 @@ CACHE_QUESTIONS = (
     ("kv{b}", "kv{b}-nearest", "A {b}-bit KV cache: keys rounded for calibrated queries, not each number by itself"),
     ("kv{b}", "kv{b}-uniform", "A {b}-bit KV cache: heads' widths by measured error, not all alike"),
     ("kv{b}", "kv{b}-random", "A {b}-bit KV cache: choosing the heads' widths by measured error, not at random"),
+    ("kv{b}-stream", "kv{b}", "A {b}-bit KV cache: letting heads that look only near forget the rest"),
+    ("kv{b}-stream", "kv{b}-stream-random", "A {b}-bit KV cache: choosing the heads that forget, not at random"),
 )
 """The same for KV caches, asked at each width `b` that was measured."""
 
 HELPED, HURT, SAME, UNDECIDED = "helped", "hurt", "no difference shown", "not decided"
+FLAT, GREW = "flat", "grew"
+FLAT_UP_TO = 1.01
+"""Memory that varies by less is called flat."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,53 @@ def _finding(tried: Row, against: Row, question: str) -> Finding:
     verdict = HELPED if high < 0 else HURT if low > 0 else SAME
     evidence += f"; difference {number(tried.kl - against.kl)}, 95 % interval {number(low)} to {number(high)}"
     return Finding(question, tried.method, against.method, verdict, evidence)
+
+
+def rolling_findings(curves: Sequence[RollingCurve]) -> list[Finding]:
+    """What keeping the sinks did to a rolling cache, and whether its memory stood still."""
+    by_name = {curve.method: curve for curve in curves}
+    if not by_name.keys() >= {KEPT, DROPPED}:
+        return []
+    kept, dropped = by_name[KEPT], by_name[DROPPED]
+    over = f"A rolling cache over {kept.tokens:,} tokens"
+    bounds = ratio_interval(kept.sums, dropped.sums)
+    assert bounds is not None
+    low, high = bounds
+    verdict = HELPED if high < 1 else HURT if low > 1 else SAME
+    ratio = perplexity(kept.sums) / perplexity(dropped.sums)
+    ends = [f"perplexity {number(c.points[0].ppl)} -> {number(c.points[-1].ppl)} ({c.method})" for c in (kept, dropped)]
+    evidence = (
+        f"{' against '.join(ends)}, first to last of {len(kept.points)} stretches; ratio over all {number(ratio)}, "
+        f"95 % interval {number(low)} to {number(high)}"
+    )
+    memory = [_memory(curve) for curve in (kept, dropped)]
+    still = all(spread <= FLAT_UP_TO for spreads, _ in memory for spread in spreads)
+    return [
+        Finding(f"{over}: sinks kept, not dropped", KEPT, DROPPED, verdict, evidence),
+        Finding(
+            f"{over}: memory after the first quarter, largest over smallest",
+            KEPT,
+            DROPPED,
+            FLAT if still else GREW,
+            "; ".join(words for _, words in memory),
+        ),
+    ]
+
+
+def _memory(curve: RollingCurve) -> tuple[list[float], str]:
+    """Largest over smallest of cache and peak memory, and both in words."""
+    after = curve.points[len(curve.points) // 4 - 1 :]
+    kinds: list[tuple[str, Callable[[RollingPoint], int | None]]] = [
+        ("cache", lambda point: point.cache_bytes),
+        ("peak resident memory", lambda point: point.peak_bytes),
+    ]
+    spreads, words = [], []
+    for name, size in kinds:
+        sizes = [found for point in after if (found := size(point)) is not None]
+        if sizes:
+            spreads.append(max(sizes) / min(sizes))
+            words.append(f"{name} {spreads[-1]:.3f} (at most {max(sizes) / 1e6:,.1f} MB)")
+    return spreads, f"{curve.method}: {', '.join(words)}"
 
 
 def _named(row: Row) -> str:

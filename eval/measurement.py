@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import platform
@@ -15,6 +16,7 @@ from torch import nn
 
 from quantsink.apply import check_unquantized
 from quantsink.architecture import Architecture
+from quantsink.cache import SinkCache
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
@@ -25,6 +27,7 @@ from quantsink.eval.footprint import count_parameters, footprint, payload_on_dis
 from quantsink.eval.methods import METHODS, PEERS, Method, NotRunError, quiet_peers
 from quantsink.eval.perplexity import EvalText
 from quantsink.eval.report import Report
+from quantsink.eval.rolling import Stream, check_rolling, measure_rolling, plan_rolling
 from quantsink.eval.rows import CalibrationFacts, Conditions, Row, Versions
 from quantsink.source import check_length, check_vocabulary, model_fingerprint
 
@@ -55,6 +58,7 @@ def measure(
     checkpoints: Sequence[Path] = (),
     load_checkpoint: LoadCheckpoint | None = None,
     notes: tuple[str, ...] = (),
+    rolling: Stream | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Measure methods and checkpoints against the unquantized `model`, which stays as it is.
@@ -64,6 +68,7 @@ def measure(
         calibration: of this model; None where no method needs one.
         load_checkpoint: gives the model of a checkpoint folder, in the reference's dtype.
         notes: what a reader of the figures must know about the model.
+        rolling: what to run through a rolling cache, sinks kept and dropped; needs a calibration.
 
     Raises:
         UsageError, CalibrationError, ModelError, ArchitectureError: before any work.
@@ -86,6 +91,13 @@ def measure(
             raise UsageError(f"{method.name}: shows only behind its prefill; read the text with context={PREFILL}")
     if checkpoints and load_checkpoint is None:
         raise UsageError("checkpoints need load_checkpoint, which gives the model of a folder")
+    plans = {}
+    if rolling is not None:
+        check_vocabulary(model, int(rolling.ids.max()))
+        check_rolling(model, rolling)
+        if calibration is None:
+            raise UsageError(f"--rolling: needs a calibration of {model_name}; give --calibration")
+        plans = plan_rolling(model, calibration, rolling)
     payloads = [payload_on_disk(folder) for folder in checkpoints]
     conditions = _conditions(model, tokenizer, model_name, fingerprint[0], parameters, text, calibration)
     with log_probs() as store:
@@ -98,7 +110,8 @@ def measure(
         for folder, name, payload in zip(checkpoints, _names(checkpoints), payloads, strict=True):
             assert load_checkpoint is not None
             rows.append(_measure_checkpoint(bench, folder, name, payload, load_checkpoint))
-    return Report(conditions, tuple(rows), notes)
+    curves = () if rolling is None else measure_rolling(model, plans, rolling, progress)
+    return Report(conditions, tuple(rows), notes, curves)
 
 
 def _measure_method(bench: _Bench, method: Method, calibration: Calibration | None) -> Row:
@@ -131,9 +144,18 @@ def _measure_method(bench: _Bench, method: Method, calibration: Calibration | No
 def _measure_checkpoint(bench: _Bench, folder: Path, name: str, payload: int, load: LoadCheckpoint) -> Row:
     model = load(folder)
     _check_alike(model, bench.model, folder)
-    sums = score(model, bench.text.windows, bench.store, name=name, progress=bench.progress)
+    weight, words, make = Weight(), "exported, then loaded again", None
+    plan = getattr(model, "kv_cache_plan", None)
+    if plan is not None and bench.text.context >= PREFILL:
+        words += ", through the KV cache it brings"
+        make = functools.partial(SinkCache, model, plan)
+    elif plan is not None:
+        words += "; the KV cache it brings is measured with --kv-bits"
+    sums = score(model, bench.text.windows, bench.store, name=name, progress=bench.progress, cache=make, see=weight.see)
     size = footprint(model, bench.architecture, bench.parameters, payload)
-    return Row.of(name, "exported, then loaded again", "checkpoint", size, sums, bench.sums)
+    if make is not None:
+        size = dataclasses.replace(size, bits_kv=weight.bits, kv_bytes=weight.size)
+    return Row.of(name, words, "checkpoint", size, sums, bench.sums)
 
 
 ALIKE = (

@@ -1,4 +1,5 @@
-"""KL against bits as a PNG: a scatter, its labels in a column of their own beside each cluster so that none overlap."""
+"""A report's pictures as PNGs: KL against bits, its labels in a column of their own beside each cluster so that none
+overlap, and perplexity along a rolling cache."""
 
 import io
 import math
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantsink.eval.methods import WHOLE_MODEL
+from quantsink.eval.rolling import RollingCurve
 from quantsink.eval.rows import Row
 
 FLOOR = 1e-7
@@ -51,6 +53,66 @@ def kl_vs_kv_bits(rows: Sequence[Row], title: str) -> bytes:
     return _scatter(rows, title, _CACHE)
 
 
+def rolling_curves(curves: Sequence[RollingCurve], title: str) -> bytes:
+    """PNG of perplexity, on a logarithmic axis, against the tokens that ran through a rolling cache."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    figure = Figure(figsize=(11, 6.4), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for curve, color, full in zip(curves, (FULL, HOLLOW), (True, False), strict=False):
+        axes.plot(
+            [point.tokens for point in curve.points],
+            [point.ppl if math.isfinite(point.ppl) else math.nan for point in curve.points],
+            color=color,
+            marker="o" if full else "s",
+            markersize=5 if full else 7,
+            markerfacecolor=color if full else "white",
+            linewidth=1.4,
+            zorder=3 if full else 2,
+            label=f"{curve.method}: {curve.description}",
+        )
+    trained = curves[0].trained_length
+    if trained is not None and trained <= curves[0].tokens:
+        axes.axvline(trained, color="#888888", linewidth=1, linestyle="--")
+        left = trained < 0.6 * curves[0].tokens
+        axes.annotate(
+            f"the model's trained length, {trained:,}",
+            xy=(trained, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(6 if left else -6, -4),
+            textcoords="offset points",
+            fontsize=9,
+            ha="left" if left else "right",
+            va="top",
+            color="#222222",
+        )
+    axes.set_yscale("log")
+    axes.margins(y=0.12)
+    axes.set_xlim(0, curves[0].tokens * 1.02)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_xlabel(f"tokens so far; a point for each {curves[0].points[0].tokens:,}")
+    axes.set_ylabel("perplexity of the tokens since the last point (log; lower is better)")
+    axes.grid(True, which="major", axis="y", color="#e6e6e6")
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": "quantsink"})
+    return buffer.getvalue()
+
+
 def _scatter(rows: Sequence[Row], title: str, axis: _Axis) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -68,9 +130,7 @@ def _scatter(rows: Sequence[Row], title: str, axis: _Axis) -> bytes:
     figure.suptitle(title, fontsize=11)
     handles = [_handle(FULL, True, axis.legend[0]), _handle(HOLLOW, False, axis.legend[1])]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": "quantsink"})
-    return buffer.getvalue()
+    return _png(figure)
 
 
 def _clusters(rows: Sequence[Row], axis: _Axis) -> list[list[Row]]:

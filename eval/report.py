@@ -13,25 +13,30 @@ from rich.table import Table
 
 from quantsink.errors import QuantSinkError, UsageError
 from quantsink.eval.divergence import CHUNK, PREFILL
-from quantsink.eval.findings import findings, number
+from quantsink.eval.findings import Finding, findings, number, rolling_findings
 from quantsink.eval.methods import CACHES, GROUPS
-from quantsink.eval.plot import kl_vs_bits, kl_vs_kv_bits
+from quantsink.eval.plot import kl_vs_bits, kl_vs_kv_bits, rolling_curves
+from quantsink.eval.rolling import CHUNK as ROLLING_CHUNK
+from quantsink.eval.rolling import RollingCurve
 from quantsink.eval.rows import Conditions, Row, compare_conditions, from_plain, to_plain
 from quantsink.files import contents, whole_folder, write_bytes, write_json, write_text
 
 SCHEMA = 2
-JSON, HTML, PLOT, KV_PLOT = "report.json", "report.html", "kl_vs_bits.png", "kl_vs_kv_bits.png"
+JSON, HTML = "report.json", "report.html"
+PLOT, KV_PLOT, ROLLING_PLOT = "kl_vs_bits.png", "kl_vs_kv_bits.png", "rolling.png"
 FEW_WINDOWS = 10
 """Below this many windows a bootstrap interval is said to be rough."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Rows measured under the same conditions. `notes`: what a reader must know about the model."""
+    """Rows measured under the same conditions. `notes`: what a reader must know about the model. `rolling`: the curves
+    of a rolling cache, on the same text as one sequence."""
 
     conditions: Conditions
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    rolling: tuple[RollingCurve, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -50,7 +55,7 @@ class Report:
         """This report with the other's rows after its own.
 
         Raises:
-            UsageError: measured under other conditions, or a method that stands in both.
+            UsageError: measured under other conditions, or a method (or a rolling cache) that stands in both.
         """
         compare_conditions(self.conditions, other.conditions)
         mine = {row.method for row in self.rows}
@@ -58,7 +63,14 @@ class Report:
         both = [row.method for row in added if row.method in mine]
         if both:
             raise UsageError(f"{both[0]}: stands in both reports; leave it out of one")
-        return replace(self, rows=self.rows + added, notes=tuple(dict.fromkeys(self.notes + other.notes)))
+        if self.rolling and other.rolling:
+            raise UsageError("a rolling cache: stands in both reports; leave it out of one")
+        return replace(
+            self,
+            rows=self.rows + added,
+            notes=tuple(dict.fromkeys(self.notes + other.notes)),
+            rolling=self.rolling + other.rolling,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -66,6 +78,7 @@ class Report:
             "conditions": to_plain(self.conditions),
             "notes": list(self.notes),
             "rows": [to_plain(row) for row in self.rows],
+            "rolling": [to_plain(curve) for curve in self.rolling],
         }
 
     @classmethod
@@ -75,7 +88,7 @@ class Report:
         Raises:
             UsageError: names the place and what is wrong there.
         """
-        keys = {"schema", "conditions", "notes", "rows"}
+        keys = {"schema", "conditions", "notes", "rows", "rolling"}
         if not isinstance(data, dict) or data.keys() != keys:
             raise UsageError(f"{place}: not a quantsink report; one has exactly the keys {', '.join(sorted(keys))}")
         if data["schema"] != SCHEMA:
@@ -84,6 +97,7 @@ class Report:
             from_plain(Conditions, data["conditions"], f"{place}: conditions"),
             from_plain(tuple[Row, ...], data["rows"], f"{place}: rows"),
             from_plain(tuple[str, ...], data["notes"], f"{place}: notes"),
+            from_plain(tuple[RollingCurve, ...], data["rolling"], f"{place}: rolling"),
         )
 
     @classmethod
@@ -112,23 +126,37 @@ class Report:
             write_text(work / HTML, self.html(pictures))
 
     def pictures(self) -> dict[str, bytes]:
-        """PNGs by file name: KL against the weights' bits, and against the cache's where caches were measured.
+        """PNGs by file name: KL against the weights' bits, against the cache's, and a rolling cache's curves.
 
-        The first is left out where every row differs in its cache alone.
+        Each where it was measured; the first also where nothing else was.
         """
         caches = [row for row in self.rows if row.group in CACHES]
         others = [row for row in self.rows if row.group not in CACHES]
         found = {}
-        if len(others) > 1 or not caches:
+        if len(others) > 1 or not (caches or self.rolling):
             found[PLOT] = kl_vs_bits(others, self.title)
         if caches:
             found[KV_PLOT] = kl_vs_kv_bits(caches, self.title)
+        if self.rolling:
+            found[ROLLING_PLOT] = rolling_curves(self.rolling, self.rolling_title)
         return found
 
     @property
     def title(self) -> str:
         c = self.conditions
         return f"{c.model}: {c.windows} windows of {c.length} tokens of {c.data}, {c.dtype}"
+
+    @property
+    def rolling_title(self) -> str:
+        c, curve = self.conditions, self.rolling[0]
+        return (
+            f"{c.model}: {curve.tokens:,} tokens of {c.data} through a rolling cache of {curve.max_length:,} tokens, "
+            f"{curve.bits_kv:.1f} bits, {c.dtype}"
+        )
+
+    @property
+    def findings(self) -> list[Finding]:
+        return findings(self.rows) + rolling_findings(self.rolling)
 
     def html(self, pictures: Mapping[str, bytes]) -> str:
         """One page that needs nothing else: style inside, the pictures (`pictures()`) inside, no script."""
@@ -145,7 +173,8 @@ class Report:
             cells=lambda row: _cells(row, self.cached),
             columns=COLUMNS + KV_COLUMNS if self.cached else COLUMNS,
             cached=self.cached,
-            findings=findings(self.rows),
+            findings=self.findings,
+            rolling=(self.rolling_columns, self.rolling_cells()) if self.rolling else None,
             pictures=[(*PICTURES[name], base64.b64encode(picture).decode()) for name, picture in pictures.items()],
         )
 
@@ -153,6 +182,21 @@ class Report:
     def cached(self) -> bool:
         """Whether any row was measured through a KV cache."""
         return any(row.kv_bytes is not None for row in self.rows)
+
+    @property
+    def rolling_columns(self) -> list[str]:
+        names = [f"perplexity, {curve.method}" for curve in self.rolling]
+        return ["tokens", *names, "cache MB", *(["peak MB"] if self.rolling[0].points[0].peak_bytes else [])]
+
+    def rolling_cells(self) -> list[list[str]]:
+        """One line a point: tokens, each curve's perplexity, then the first curve's memory."""
+        lines = []
+        for points in zip(*(curve.points for curve in self.rolling), strict=True):
+            first = points[0]
+            peak = [] if first.peak_bytes is None else [f"{first.peak_bytes / 1e6:,.0f}"]
+            perplexities = [f"{point.ppl:,.2f}" for point in points]
+            lines.append([f"{first.tokens:,}", *perplexities, f"{first.cache_bytes / 1e6:.2f}", *peak])
+        return lines
 
     def facts(self) -> list[tuple[str, str]]:
         """The conditions in words, in the order in which a reader asks for them."""
@@ -173,6 +217,7 @@ class Report:
             ("text fingerprint", c.data_fingerprint),
             ("windows", windows),
             *([("KV caches", fed)] if self.cached else []),
+            *([("rolling cache", self._rolling_fact())] if self.rolling else []),
             ("BOS", "none" if c.bos is None else f"token {c.bos} before each window"),
             ("dtype", c.dtype),
             ("calibration", calibration),
@@ -180,6 +225,14 @@ class Report:
             ("versions", versions),
             ("date", c.date),
         ]
+
+    def _rolling_fact(self) -> str:
+        curve = self.rolling[0]
+        return (
+            f"{curve.tokens:,} tokens from the text's beginning as one sequence, fed {ROLLING_CHUNK} at a time, the "
+            f"first {ROLLING_CHUNK} not scored; at most {curve.max_length:,} tokens held, {curve.bits_kv:.2f} bits a "
+            f"coded number"
+        )
 
     def table(self) -> Table:
         """For a terminal of 80 columns: one line a method, a rule between groups; report.html shows the rest."""
@@ -195,6 +248,15 @@ class Report:
             table.add_row(*(_plain(cell) for cell in (row.method, *_short_cells(row, self.cached))))
         return table
 
+    def rolling_table(self) -> Table:
+        """The curves of a rolling cache, one line a point."""
+        table = Table(title=_plain(self.rolling_title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in self.rolling_columns:
+            table.add_column(name, justify="right")
+        for cells in self.rolling_cells():
+            table.add_row(*cells)
+        return table
+
     def lines(self) -> list[str]:
         """What belongs below the table: the conditions, what weakens the figures, what helped and what did not."""
         c = self.conditions
@@ -206,7 +268,7 @@ class Report:
             "KL in nats per token; 95 %: its interval, by a paired bootstrap over windows; ratio: of the perplexities",
             *(f"warning: {warning}" for warning in self.warnings),
             *(f"note: {note}" for note in self.notes),
-            *(f"{item.verdict}: {item.question}. {item.evidence}" for item in findings(self.rows)),
+            *(f"{item.verdict}: {item.question}. {item.evidence}" for item in self.findings),
         ]
 
 
@@ -216,7 +278,7 @@ def is_report(folder: Path) -> bool:
         Report.load(folder)
     except QuantSinkError:
         return False
-    return contents(folder) <= {JSON, PLOT, KV_PLOT, HTML}
+    return contents(folder) <= {JSON, PLOT, KV_PLOT, ROLLING_PLOT, HTML}
 
 
 COLUMNS: tuple[tuple[str, str], ...] = (
@@ -235,6 +297,7 @@ KV_COLUMNS = (("KV bits", "right"), ("KV MB", "right"))
 PICTURES = {
     PLOT: ("KL against bits", "KL to the reference against bits per parameter, one point a row"),
     KV_PLOT: ("KL against the KV cache's bits", "KL to the reference against bits per coded number, one point a row"),
+    ROLLING_PLOT: ("A rolling cache, sinks kept or dropped", "Perplexity against tokens, sinks kept and dropped"),
 }
 """Heading and description of each picture."""
 

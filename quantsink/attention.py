@@ -82,6 +82,7 @@ def forward(
             raise QuantSinkError("quantsink attention has no dropout; call model.eval() first")
         if torch.is_grad_enabled() and query.requires_grad:
             raise QuantSinkError("quantsink attention has no gradient; call the model under torch.no_grad()")
+    given = attention_mask
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask == 0
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -92,7 +93,7 @@ def forward(
         return out.transpose(1, 2).contiguous(), None
     if not causal:
         raise CacheError(f"{cached.rule.name}: a SinkCache holds causal attention only")
-    cached.begin(module, row_starts(attention_mask, cached))
+    cached.begin(module, row_starts(attention_mask, cached, given))
     if cached.first:
         assert cached.pending is not None
         out = _plain(module, query, *cached.pending, attention_mask, True, 0.0, **rest)
@@ -182,42 +183,46 @@ def _native(heads: int, device: torch.device) -> Tensor:
     return torch.full((heads,), int(Route.NATIVE), dtype=torch.uint8, device=device)
 
 
-def row_starts(mask: Tensor | None, layer: SinkLayer) -> list[int] | None:
+def row_starts(mask: Tensor | None, layer: SinkLayer, given: Tensor | None = None) -> list[int] | None:
     """Column of each row's first real token, read from a boolean mask `[B, 1, Lq, L]`; None: no padding.
+
+    Args:
+        given: the mask as the model gave it; all layers of a pass that were given the same one read it once.
 
     Raises:
         CacheError: a mask that is not causal attention over rows padded on the left.
     """
     if mask is None:
         return None
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != layer.total:
+    name, seen = layer.rule.name, layer.seen
+    columns, first = layer.mask_sizes
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != columns:
         raise CacheError(
-            f"{layer.rule.name}: a mask {list(mask.shape)} where [B, 1, L, {layer.total}] belongs; give the "
-            "attention_mask of all tokens so far"
+            f"{name}: a mask {list(mask.shape)} where [B, 1, L, {columns}] belongs; give the attention_mask of all "
+            "tokens so far"
         )
-    # Every layer is given the same mask; it is read once.
-    found: list[int] | None = getattr(mask, "quantsink_starts", None)
-    if found is None:
-        found = _read_starts(mask, layer.rule.name)
-        mask.quantsink_starts = found  # type: ignore[attr-defined]
-    return found * len(layer.start) if len(found) == 1 else found
+    if seen.mask is None or seen.mask is not given:
+        seen.mask, seen.starts = given, _read_starts(mask, name)
+    starts = seen.starts * len(layer.start) if len(seen.starts) == 1 else seen.starts
+    # A row that fills a rolling cache's mask began before it, as earlier passes have seen.
+    return [old if first and not new else new + first for old, new in zip(layer.start, starts, strict=True)]
 
 
 def _read_starts(mask: Tensor, name: str) -> list[int]:
     queries, keys = mask.shape[2:]
-    seen = mask[:, 0]
-    last = seen[:, -1]
-    start = torch.where(last.any(1), last.to(torch.uint8).argmax(1), keys)
-    column, row = torch.arange(keys, device=mask.device), torch.arange(queries, device=mask.device)[:, None]
-    for own, first in zip(seen, start, strict=True):
-        wanted = (column >= first) & (column <= keys - queries + row)
-        real = row[:, 0] >= first - (keys - queries)
-        if not bool((own == wanted)[real].all()):
+    last = mask[:, 0, -1]
+    starts = torch.where(last.any(1), last.to(torch.uint8).argmax(1), keys)
+    column = torch.arange(keys, device=mask.device)
+    for first in range(0, queries, 64):
+        part = mask[:, 0, first : first + 64]
+        own = torch.arange(first, first + part.shape[1], device=mask.device) + keys - queries
+        wanted = (column >= starts[:, None, None]) & (column <= own[:, None])
+        if not bool(((part == wanted) | (own < starts[:, None])[..., None]).all()):
             raise CacheError(
                 f"{name}: a SinkCache holds causal attention over rows padded on the left only; pad with "
-                'padding_side="left", and give no other mask'
+                'padding_side="left", give the attention_mask of all tokens so far, and no other mask'
             )
-    return [int(x) for x in start]
+    return [int(x) for x in starts]
 
 
 def register() -> None:

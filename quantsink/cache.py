@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import logging
 import math
 import types
 from collections.abc import Callable
@@ -13,13 +14,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from quantsink.attention import NAME
-from quantsink.cache_layer import LayerRule, SinkLayer
+from quantsink.cache_bank import LayerRule
+from quantsink.cache_layer import PassMask, SinkLayer
 from quantsink.context import CACHE_ARGUMENTS, cache_argument
 from quantsink.errors import ArchitectureError, CacheError, RecipeError
 from quantsink.kernels.coded_attention.codes import Metric, Record
 from quantsink.linear import keep_float32
 from quantsink.plan import CachePlan
-from quantsink.rotary import rotation
+from quantsink.rotary import rotations
+
+log = logging.getLogger(__name__)
 
 TABLE = "quantsink_cache"
 """Attribute under which an attention module holds its `CacheTable`."""
@@ -64,18 +68,25 @@ class SinkCache(Cache):
         self.plan = plan
         layers: list[Any] = []
         policies: list[LayerPolicy] = []
-        for module, rule, policy in rules(model, plan):
+        found = rules(model, plan)
+        metrics = [None if rule is None else metric_of(module, rule, plan) for module, rule, _ in found]
+        if all(rule is None for _, rule, _ in found):
+            log.warning("SinkCache: every layer of this model has sliding attention; the cache holds no codes")
+        use_attention(model)
+        coded = [index for index, (_, rule, _) in enumerate(found) if rule is not None]
+        turn = rotations(model, coded) if plan.max_length is not None else {}
+        seen = PassMask()
+        for index, ((module, rule, policy), metric) in enumerate(zip(found, metrics, strict=True)):
             policies.append(policy)
             if rule is None:
                 layers.append(DynamicSlidingWindowLayer(sliding_window=policy.windows[0]))
             else:
-                rotate = None if rule.max_length is None else rotation(model, module, rule.head_dim)
-                layers.append(SinkLayer(rule, module, rotate, metric_of(module, rule, plan)))
+                layers.append(SinkLayer(rule, module, turn.get(index), metric))
+                layers[-1].seen = seen
         super().__init__(layers=layers)
         self.layers: list[Any]
         self.policies = tuple(policies)
-        if model.config._attn_implementation != NAME:
-            model.set_attn_implementation(NAME)
+        self._seen = seen
 
     @classmethod
     def from_calibration(
@@ -130,6 +141,7 @@ class SinkCache(Cache):
             raise CacheError(f"layer {layer_idx}: the cache was made for {len(self.layers)} layers, of another model")
         if layer_idx == 0:
             self._check_whole()
+            self._seen.mask = None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_whole(self) -> None:
@@ -142,6 +154,22 @@ class SinkCache(Cache):
                 f"{self.policies[late].name}: its cache was not updated in the last pass "
                 f"({self.layers[late].get_seq_length()} of {most} tokens); call cache.reset() and start again"
             )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens from every layer, or from none.
+
+        Raises:
+            CacheError: a layer no longer holds what would be needed.
+        """
+        for layer, policy in zip(self.layers, self.policies, strict=True):
+            if isinstance(layer, SinkLayer):
+                layer.check_crop(tokens_to_remove)
+            elif tokens_to_remove and layer.get_seq_length() >= layer.sliding_window and not layer.record_past:
+                raise CacheError(
+                    f"{policy.name}: its window has moved on and cannot be cropped; call activate_past_recording() "
+                    "before the passes that may be taken back"
+                )
+        super().crop(tokens_to_remove)
 
     @property
     def bits_per_number(self) -> float:
@@ -164,6 +192,21 @@ class SinkCache(Cache):
             elif layer.is_initialized:
                 found += [x for x in (layer.keys, layer.values) if x is not None]
         return found
+
+
+def use_attention(model: Any) -> None:
+    """Let a model compute attention through quantsink; say so where another implementation was asked for."""
+    before = model.config._attn_implementation
+    if before == NAME:
+        return
+    if before not in (None, "sdpa"):
+        log.warning(
+            "attn_implementation=%r becomes %r, for every model that shares this config: without a SinkCache it "
+            "computes as sdpa, and attention weights are not returned",
+            before,
+            NAME,
+        )
+    model.set_attn_implementation(NAME)
 
 
 class CacheTable(nn.Module):
@@ -268,6 +311,7 @@ def _prepare_for_generation(
     """In place of transformers' method of this name; what it cannot mean goes on to that one."""
     name = cache_argument(model)
     given = any(model_kwargs.get(argument) is not None for argument in CACHE_ARGUMENTS)
+    given = given or model.config._attn_implementation != NAME
     if given or generation_config.use_cache is False or generation_config.cache_implementation is not None:
         return type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *rest, **named)
     model_kwargs[name] = SinkCache(model, model.kv_cache_plan)
@@ -281,7 +325,11 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     wanted = given.get("use_cache")
     wanted = getattr(model.config, "use_cache", True) if wanted is None else wanted
-    if not wanted or any(given.get(argument) is not None for argument in CACHE_ARGUMENTS):
+    if (
+        not wanted
+        or model.config._attn_implementation != NAME
+        or any(given.get(argument) is not None for argument in CACHE_ARGUMENTS)
+    ):
         return None
     name = cache_argument(model)
     if name in names[: len(args)]:

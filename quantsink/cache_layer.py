@@ -10,47 +10,24 @@ pass has two halves: `update` takes the new keys and values and returns stand-in
 which knows the stand-ins, calls `begin`, computes, and calls `commit`, which turns what is due into codes.
 """
 
+import copy
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from quantsink.cache_bank import Bank, LayerRule, banks_of
 from quantsink.errors import CacheError
 from quantsink.kernels.coded_attention.cache import CodedKV
-from quantsink.kernels.coded_attention.codes import BLOCK, Metric, Record, decode, encode
+from quantsink.kernels.coded_attention.codes import BLOCK, Metric, decode, encode
 
-SPARE = 32
-"""A bank grows by this part of its size, so that it never holds much more than its codes."""
 SLICE = 16
 """Blocks that are encoded at once: bounds what encoding needs beside the keys and values."""
-
-
-@dataclass(frozen=True)
-class LayerRule:
-    """What one layer keeps. `bits` and `windows` by KV head; window 0 keeps every block, n those that reach into the
-    newest n tokens. `max_length`: tokens that the layer may hold, sinks included; None: all."""
-
-    name: str
-    index: int
-    bits: tuple[int, ...]
-    windows: tuple[int, ...]
-    head_dim: int
-    sinks: int
-    residual: int
-    max_length: int | None = None
-
-    @property
-    def kv_heads(self) -> int:
-        return len(self.bits)
-
-    @property
-    def held(self) -> int:
-        """Exact tokens of a row between passes, at most."""
-        return self.sinks + self.residual + BLOCK - 1
+RECORDED = 512
+"""Tokens that stay exact beside the residual while a rollback may come (assisted decoding)."""
 
 
 class Standin(Tensor):
@@ -73,7 +50,7 @@ class Standin(Tensor):
                 return func(*args, **(kwargs or {}))
         raise CacheError(
             f"SinkCache: {getattr(func, '__name__', func)} was called on cached keys, which are codes; the model must "
-            'run with attn_implementation="quantsink" (SinkCache.from_calibration sets it)'
+            'run with attn_implementation="quantsink" (SinkCache.from_calibration sets it) and leave keys to it'
         )
 
     @classmethod
@@ -83,50 +60,12 @@ class Standin(Tensor):
         raise CacheError(f"SinkCache: {func} was called on cached keys, which are codes")
 
 
-class Bank:
-    """KV heads of one width and window: their blocks, oldest first. `count[b]` of row b are in use."""
+class PassMask:
+    """The mask of the pass in progress and where its rows begin, so that not every layer reads it again."""
 
-    def __init__(self, heads: Sequence[int], record: Record, window: int) -> None:
-        self.heads, self.record, self.window = tuple(heads), record, window
-        self.clear(0, torch.device("cpu"))
-
-    def clear(self, batch: int, device: torch.device) -> None:
-        shape = (batch, len(self.heads), 0, self.record.nbytes)
-        self.data = torch.empty(shape, dtype=torch.uint8, device=device)
-        self.count = [0] * batch
-
-    def keep(self, blocks: int, newest: int) -> int:
-        """Blocks of `blocks` that a row with `newest` exact tokens still needs."""
-        return min(blocks, -(-max(self.window - newest, 0) // BLOCK)) if self.window else blocks
-
-    def reserve(self, blocks: int) -> None:
-        """Room for `blocks` blocks a row."""
-        have = self.data.shape[2]
-        if blocks > have:
-            size = max(blocks, have + have // SPARE + 1 if have else 0)
-            new = self.data.new_empty(*self.data.shape[:2], size, self.record.nbytes)
-            new[:, :, :have] = self.data
-            self.data = new
-
-    def drop(self, row: int, blocks: int) -> None:
-        """Forget a row's oldest blocks."""
-        if blocks > 0:
-            left = self.count[row] - blocks
-            self.data[row, :, :left] = self.data[row, :, blocks : blocks + left].clone()
-            self.count[row] = left
-
-
-def banks_of(rule: LayerRule) -> list[Bank]:
-    """Empty banks for every width and window of a layer."""
-    kinds = list(zip(rule.bits, rule.windows, strict=True))
-    return [
-        Bank(
-            [head for head, own in enumerate(kinds) if own == kind],
-            Record(kind[0], rule.head_dim, rule.head_dim),
-            kind[1],
-        )
-        for kind in sorted(set(kinds), key=lambda kind: (-kind[0], kind[1]))
-    ]
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None
+        self.starts: list[int] = []
 
 
 class SinkLayer(CacheLayerMixin):
@@ -155,6 +94,7 @@ class SinkLayer(CacheLayerMixin):
         self.rule, self.rotate = rule, rotate
         self.module = None if module is None else weakref.ref(module)
         self.record_past = False
+        self.seen = PassMask()
         self.banks = banks_of(rule)
         self.metrics = [None if metric is None else metric.heads(list(bank.heads)) for bank in self.banks]
         self.heads = torch.empty(rule.kv_heads, 2, dtype=torch.int64)
@@ -182,7 +122,7 @@ class SinkLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch = key_states.shape[0]
         self.dtype, self.device = key_states.dtype, key_states.device
-        shape = (batch, self.rule.kv_heads, self.rule.held + 1, self.rule.head_dim)
+        shape = (batch, self.rule.kv_heads, 0, self.rule.head_dim)
         self.keys, self.values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         self.start, self.blocks, self.dropped = [0] * batch, [0] * batch, [0] * batch
         for bank in self.banks:
@@ -196,8 +136,10 @@ class SinkLayer(CacheLayerMixin):
             CacheError: shapes, type or device of another model, or an earlier pass that did not end.
         """
         self._check(key_states, value_states)
+        value_states = value_states.to(key_states.dtype)  # autocast gives them another type than keys after rotary
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._leave_inference()
         length = key_states.shape[2]
         if self.rule.max_length is not None:
             self._make_room(length)
@@ -208,7 +150,9 @@ class SinkLayer(CacheLayerMixin):
         return Standin.of(key_states, self.total, self), Standin.of(value_states, self.total, self)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.total + query_length, 0
+        """(columns, first column) of the mask of a pass: every token so far; of a rolling cache the newest."""
+        columns = min(self.total, self.rule.max_length or self.total)
+        return columns + query_length, self.total - columns
 
     def get_seq_length(self) -> int:
         """Tokens seen, also those that a rolling cache has dropped: the next token's position."""
@@ -221,6 +165,7 @@ class SinkLayer(CacheLayerMixin):
         return self.get_max_length()
 
     def reset(self) -> None:
+        self.record_past = False
         self._clear()
 
     def offload(self) -> None:
@@ -229,7 +174,7 @@ class SinkLayer(CacheLayerMixin):
     prefetch = offload
 
     def activate_past_recording(self) -> None:
-        """From now on nothing is turned into codes before the next `crop`, so that a crop finds exact tokens."""
+        """From now on more of the newest tokens stay exact between a pass and its `crop`, which finds them so."""
         self.record_past = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -275,7 +220,8 @@ class SinkLayer(CacheLayerMixin):
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         if not self.is_initialized:
             return
-        self._idle()
+        self.check_crop(tokens_to_remove)
+        self._leave_inference()
         remove = min(-tokens_to_remove, self.total)
         newest = [self._newest(row) for row in range(len(self.start))]
         if all(remove <= have for have in newest):
@@ -285,12 +231,39 @@ class SinkLayer(CacheLayerMixin):
         if self.record_past:
             self._encode_due()
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse a crop that `crop` would refuse, before any layer is cropped."""
+        if not self.is_initialized or not tokens_to_remove:
+            return
+        self._idle()
+        for row, blocks in enumerate(self.blocks):
+            length = max(self._length(row) + tokens_to_remove, 0)
+            whole = min(blocks, max(length - self.rule.sinks, 0) // BLOCK)
+            for bank in self.banks:
+                gone = blocks - bank.count[row]
+                if not gone or length == 0:
+                    continue
+                left = bank.count[row] * BLOCK + self._newest(row) + tokens_to_remove
+                if left < min(bank.window, length - self.rule.sinks) or blocks - whole > bank.count[row] or not whole:
+                    raise CacheError(
+                        f"{self.rule.name}: cropped by {-tokens_to_remove} tokens, into what its streaming heads or a "
+                        "rolling cache have dropped; call cache.reset()"
+                    )
+
     # ---- what attention asks
 
     @property
     def first(self) -> bool:
         """Whether the pass in progress is the first: its keys are all there is, and exact."""
         return self.pending is not None and self.total == self.pending[0].shape[2]
+
+    @property
+    def mask_sizes(self) -> tuple[int, int]:
+        """`get_mask_sizes` of the pass in progress."""
+        assert self.pending is not None
+        length = self.pending[0].shape[2]
+        columns = min(self.total - length, self.rule.max_length or self.total)
+        return columns + length, self.total - length - columns
 
     def begin(self, module: nn.Module, starts: list[int] | None) -> None:
         """Told by attention before it computes: the column of each row's first real token, None = 0 for all.
@@ -336,12 +309,27 @@ class SinkLayer(CacheLayerMixin):
     def commit(self) -> None:
         """Told by attention when it is done: keep what must stay exact, turn the rest into codes."""
         assert self.pending is not None
+        spare = self._recorded()
         if self.first:
-            key, value = self.pending
-            self._encode_due(key, value)
-        elif not self.record_past:
-            self._encode_due()
+            self._encode_due(*self.pending, spare=spare)
+        else:
+            self._encode_due(spare=spare)
         self.pending = None
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> "SinkLayer":
+        """A copy for the same model: a prompt's cache can be copied and gone on with."""
+        new = object.__new__(type(self))
+        memory[id(self)] = new
+        shared = {"module", "rotate", "seen"}
+        vars(new).update({k: v if k in shared else copy.deepcopy(v, memory) for k, v in vars(self).items()})
+        new.seen = PassMask()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: a cache that is read back knows no model, and takes any of its shape."""
+        if self.rotate is not None:
+            raise CacheError(f"{self.rule.name}: a rolling cache cannot be pickled: it holds its model's rotation")
+        return {**vars(self), "module": None, "seen": PassMask()}
 
     # ---- inside
 
@@ -386,18 +374,37 @@ class SinkLayer(CacheLayerMixin):
         assert self.values is not None
         end = self.used + key.shape[2]
         if end > self.keys.shape[2]:
-            size = max(end, self.rule.held + 1)
+            size = self._capacity(end)
             self.keys, self.values = (_resized(x, 0, self.used, size) for x in (self.keys, self.values))
         self.keys[:, :, self.used : end] = key
         self.values[:, :, self.used : end] = value
         self.used = end
 
-    def _due(self, row: int) -> int:
+    def _capacity(self, columns: int) -> int:
+        """Columns to reserve for `columns` that are used."""
+        return max(columns, min(self.rule.held + 1, 2 * max(columns, BLOCK)))
+
+    def _recorded(self) -> int:
+        """Tokens that stay exact beside the residual."""
+        limit = self.rule.max_length
+        return 0 if not self.record_past else RECORDED if limit is None else min(RECORDED, limit // 4)
+
+    def _leave_inference(self) -> None:
+        """Tensors made under `torch.inference_mode` cannot be written outside of it; let go of them once."""
+        if torch.is_inference_mode_enabled() or self.keys is None or not self.keys.is_inference():
+            return
+        for name in ("keys", "values", "sink_key", "sink_value", "turned"):
+            held = getattr(self, name)
+            setattr(self, name, None if held is None else held.clone())
+        for bank in self.banks:
+            bank.data = bank.data.clone()
+
+    def _due(self, row: int, spare: int) -> int:
         """Blocks that a row should have."""
-        free = self._length(row) - self.rule.sinks - self.rule.residual
+        free = self._length(row) - self.rule.sinks - self.rule.residual - spare
         return max(self.blocks[row], free // BLOCK, 0)
 
-    def _encode_due(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
+    def _encode_due(self, key: Tensor | None = None, value: Tensor | None = None, *, spare: int = 0) -> None:
         """Turn every row's due blocks into codes; `key` and `value` hold a first pass, not in the buffer yet."""
         assert self.keys is not None
         assert self.values is not None
@@ -406,7 +413,7 @@ class SinkLayer(CacheLayerMixin):
         else:
             end = key.shape[2]
         newest = [self._newest(row) for row in range(len(self.start))]
-        due = [self._due(row) for row in range(len(self.start))]
+        due = [self._due(row, spare) for row in range(len(self.start))]
         alike: dict[tuple[int, int, int, tuple[int, ...]], list[int]] = {}
         for row in range(len(self.start)):
             if due[row] > self.blocks[row]:
@@ -425,7 +432,9 @@ class SinkLayer(CacheLayerMixin):
                 self.blocks[row] = new
         tail = max((self._newest(row) for row in range(len(self.start))), default=0)
         if key is not self.keys or tail < self.used or self.keys.shape[2] > self.rule.held + 1:
-            size = max(tail, self.rule.held + 1)
+            # What was grown for a pass goes back; what a row needs between passes stays.
+            have = self._capacity(tail) if key is not self.keys else self.keys.shape[2]
+            size = max(tail, min(have, self.rule.held + 1))
             if key is self.keys and self.keys.shape[2] == size:
                 _shift(self.keys, end - tail, end)
                 _shift(self.values, end - tail, end)
@@ -441,6 +450,10 @@ class SinkLayer(CacheLayerMixin):
             self.sink_key, self.sink_value = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
         self.sink_key[rows] = key[rows, :, at : at + sinks]
         self.sink_value[rows] = value[rows, :, at : at + sinks]
+        if self.turned is not None:
+            self.turned[rows] = self.sink_key[rows]
+            for row in rows:
+                self.dropped[row] = 0
 
     def _store_blocks(
         self, bank: Bank, key: Tensor, value: Tensor, rows: list[int] | None, at: int, blocks: int, newest: int
@@ -467,7 +480,11 @@ class SinkLayer(CacheLayerMixin):
             part = slice(at + begin * BLOCK, at + end * BLOCK)
             k, v = (_pick(x, rows, heads, part).unflatten(2, (end - begin, BLOCK)) for x in (key, value))
             where = slice(old + begin - first, old + end - first)
-            coded = encode(k, v, bank.record.bits, metric)
+            try:
+                with torch.autocast(self.device.type, enabled=False):
+                    coded = encode(k, v, bank.record.bits, metric)
+            except ValueError as error:
+                raise CacheError(f"{self.rule.name}: {error}; keep this layer's cache exact") from error
             if rows is None:
                 bank.data[:, :, where] = coded
             else:
@@ -486,6 +503,8 @@ class SinkLayer(CacheLayerMixin):
         """Drop the oldest blocks before a pass of `length` tokens, so that it sees at most `max_length`."""
         assert self.rule.max_length is not None
         limit = self.rule.max_length
+        if self.record_past and self.used + length > limit // 2:
+            self._encode_due()
         longest = limit if not self.total else limit - self.rule.held
         if length > longest:
             raise CacheError(
@@ -524,7 +543,7 @@ class SinkLayer(CacheLayerMixin):
             blocks.append(whole)
         tail = max(k.shape[1] for k, _ in kept)
         assert self.keys is not None
-        shape = (len(rows), self.rule.kv_heads, max(tail, self.rule.held + 1), self.rule.head_dim)
+        shape = (len(rows), self.rule.kv_heads, self._capacity(tail), self.rule.head_dim)
         keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
         for row, (k, v) in enumerate(kept):
             keys[row, :, tail - k.shape[1] : tail] = k
@@ -541,16 +560,11 @@ class SinkLayer(CacheLayerMixin):
         assert self.values is not None
         have = self._newest(row)
         parts_k, parts_v = [], []
-        missing = self.blocks[row] - whole
+        missing = self.blocks[row] - whole  # `check_crop` has seen that they are there
         if missing:
             k = torch.empty(self.rule.kv_heads, BLOCK, self.rule.head_dim, dtype=self.dtype, device=self.device)
             v = torch.empty_like(k)
             for bank in self.banks:
-                if bank.count[row] < missing:
-                    raise CacheError(
-                        f"{self.rule.name}: cropped by more than its streaming heads (or a rolling cache) still hold; "
-                        "call cache.reset()"
-                    )
                 key, value = decode(bank.data[row, :, bank.count[row] - missing], bank.record)
                 heads = list(bank.heads)
                 k[heads], v[heads] = key.to(self.dtype), value.to(self.dtype)
@@ -561,8 +575,6 @@ class SinkLayer(CacheLayerMixin):
             parts_v.append(self.values[row, :, self.used - have : self.used])
         sinks = self.rule.sinks if self.blocks[row] else 0
         if sinks and not whole:
-            if self.dropped[row]:
-                raise CacheError(f"{self.rule.name}: cropped to before what a rolling cache holds; call cache.reset()")
             assert self.sink_key is not None
             assert self.sink_value is not None
             parts_k.insert(0, self.sink_key[row])

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantsink.cache_layer import LayerRule, banks_of
+from quantsink.cache_bank import LayerRule, banks_of
 from quantsink.kernels.coded_attention.codes import BLOCK
 
 

@@ -204,7 +204,7 @@ def report(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="all, none, or names separated by commas. [default: all, or none with --kv-bits]",
+            help="all, none, or names separated by commas. [default: all, or none with --kv-bits or --rolling]",
             show_default=False,
         ),
     ] = None,
@@ -216,6 +216,21 @@ def report(
             help="Measure KV caches of 8, 4, 3 or 2 bits, separated by commas, each as it is used: filled by 128 "
             "tokens of a window, then 32 at a time; only the tokens behind the first 128 are scored, in every row.",
             show_default=False,
+        ),
+    ] = None,
+    rolling: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Also run N tokens as one sequence through a rolling cache, sinks kept and dropped, in 8 bits or the "
+            "first of --kv-bits. A multiple of 4096.",
+            show_default=False,
+        ),
+    ] = None,
+    rolling_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens that the rolling cache holds, sinks included. [default: 2048]", show_default=False
         ),
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens a window, BOS included.")] = 1024,
@@ -234,15 +249,28 @@ def report(
     from quantsink.calibration.text import check_not_empty, parse_spec
     from quantsink.eval import cache_methods, parse_methods, parse_widths
     from quantsink.eval.report import is_report
+    from quantsink.eval.rolling import check_tokens
     from quantsink.files import check_free
     from quantsink.source import find
 
-    caches = cache_methods(parse_widths(kv_bits)) if kv_bits is not None else ()
-    named = ("none" if caches else "all") if methods is None else methods
+    widths = parse_widths(kv_bits) if kv_bits is not None else ()
+    named = ("none" if widths or rolling is not None else "all") if methods is None else methods
+    if rolling is not None:
+        check_tokens(rolling)
+    elif rolling_length is not None:
+        raise UsageError("--rolling-length goes with --rolling")
+    stream = (
+        None
+        if rolling is None
+        else {"tokens": rolling, "max_length": 2048 if rolling_length is None else rolling_length}
+    )
+    if stream is not None and widths:
+        stream["bits"] = widths[0]
     check_free(output, is_report, force=force)
     check_not_empty(parse_spec(data))
     found = _report(
-        find(model), output, checkpoints or [], data, calibration, (*parse_methods(named), *caches), length, stride,
+        find(model), output, checkpoints or [], data, calibration,
+        (*parse_methods(named), *cache_methods(widths)), stream, length, stride,
         max_windows or None, bos, device, dtype, force,
     )  # fmt: skip
     if as_json:
@@ -259,6 +287,7 @@ def _report(
     data: str,
     calibration: Path | None,
     methods: tuple[Any, ...],
+    stream: dict[str, int] | None,
     length: int,
     stride: int | None,
     max_windows: int | None,
@@ -271,7 +300,7 @@ def _report(
     from quantsink.calibration import Calibration
     from quantsink.calibration import calibrate as run
     from quantsink.checkpoint import load
-    from quantsink.eval import PREFILL, measure, read
+    from quantsink.eval import PREFILL, check_rolling, measure, read, read_stream
     from quantsink.source import model_fingerprint
 
     context = PREFILL if any(method.cache is not None for method in methods) else 0
@@ -279,11 +308,14 @@ def _report(
     with loading(f"loading {source.name}"):
         tokenizer = source.tokenizer()
         text = read(tokenizer, data, length=length, stride=stride, max_windows=max_windows, bos=bos, context=context)
+        rolling = None if stream is None else read_stream(tokenizer, data, bos=bos, **stream)
         loaded = source.model(dtype, device)
+    if rolling is not None:
+        check_rolling(loaded, rolling)
     if found is not None:
         found.check_model(model_fingerprint(loaded), Architecture.of(loaded), source.name)
     with progress_bar() as progress:
-        if found is None and any(method.calibrated for method in methods):
+        if found is None and (rolling is not None or any(method.calibrated for method in methods)):
             found = run(loaded, tokenizer, bos=bos, max_tokens=16384, progress=progress, name=source.name)
         result = measure(
             loaded,
@@ -295,6 +327,7 @@ def _report(
             checkpoints=checkpoints,
             load_checkpoint=lambda path: load(path, device=device),
             notes=source.notes,
+            rolling=rolling,
             progress=progress,
         )
     result.save(output, force=force)
@@ -304,6 +337,8 @@ def _report(
 def _print_report(found: Any) -> None:
     out = Console()
     out.print(found.table())
+    if found.rolling:
+        out.print(found.rolling_table())
     for line in found.lines():
         out.print(line, highlight=False)
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantsink.architecture import Architecture, AttentionLayer
-from quantsink.cache_layer import LayerRule
+from quantsink.cache_bank import LayerRule
 from quantsink.cache_size import LayerBytes, layer_bytes, total, window_bytes
 from quantsink.calibration.cache_plan import cache_options, cache_plan
 from quantsink.calibration.calibration import FACTS, Calibration

@@ -1,4 +1,9 @@
-"""Turn keys that carry their rotary position to another one, with the model's own rotary code."""
+"""Turn keys that carry their rotary position to another one, with the model's own rotary code.
+
+Rotations add up, R(p + shift) = R(shift) R(p), so keys need not be kept unrotated; StreamingLLM (Xiao et al., 2024,
+section 3.2) counts positions inside its cache, and only distances matter. What a layer does to its keys is not believed
+but seen: the model runs on one token at two positions, where nothing but the rotation can differ.
+"""
 
 import inspect
 import sys
@@ -7,52 +12,100 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
+from quantsink.context import cache_argument
 from quantsink.errors import ArchitectureError
+
+Rotate = Callable[[Tensor, int], Tensor]
 
 CHANGING = ("dynamic", "longrope")
 """Rotary types whose frequencies depend on the length."""
+POSITIONS = (5, 42)
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Of the largest number in a key."""
 
 
-def rotation(model: Any, module: nn.Module, head_dim: int) -> Callable[[Tensor, int], Tensor]:
-    """`rotate(keys [..., L, D], shift)`: what the keys would be `shift` positions further on.
-
-    Rotations add up, R(p + shift) = R(shift) R(p), so keys need not be kept unrotated; StreamingLLM (Xiao et al., 2024,
-    section 3.2) counts positions inside its cache, and only distances matter.
+def rotations(model: Any, layers: list[int]) -> dict[int, Rotate]:
+    """By layer: `rotate(keys [..., L, D], shift)`, what the keys would be `shift` positions further on.
 
     Raises:
-        ArchitectureError: no rotary positions, or none for which rotations add up.
+        ArchitectureError: a layer whose keys change with their position in another way.
     """
     kind = model.config.model_type
-    embedding = getattr(model.get_decoder(), "rotary_emb", None)
-    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    text = model.config.get_text_config(decoder=True)
-    types = _rope_types(text)
-    if embedding is None or apply is None or types & set(CHANGING):
-        found = ", ".join(sorted(types)) if embedding is not None else "no rotary positions"
+    types = _rope_types(model.config.get_text_config(decoder=True))
+    if types & set(CHANGING):
+        found = ", ".join(sorted(types))
         raise ArchitectureError(
             f"{kind}: a rolling cache (max_length) needs fixed rotary positions, the model has {found}"
         )
-    known = inspect.signature(embedding.forward).parameters
+    if model.device.type == "meta":
+        raise ArchitectureError(f"{kind}: a rolling cache (max_length) needs a model with its weights loaded")
+    modules = {
+        m.layer_idx: m
+        for m in model.modules()
+        if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "k_proj")
+    }
+    before, after = (keys_at(model, position) for position in POSITIONS)
+    return {index: _rotation(model, modules[index], key, after[index]) for index, key in before.items()}
+
+
+@torch.no_grad()
+def keys_at(model: Any, position: int) -> dict[int, Tensor]:
+    """Keys `[1, KVH, 1, D]` of each layer for one token at a position. One token attends to itself alone, so what
+    reaches a layer does not depend on where it stands."""
+    cache: Any = DynamicCache(config=model.config)
+    found: dict[int, Tensor] = {}
+    keep = cache.update
+
+    def update(key: Tensor, value: Tensor, layer: int, *rest: Any, **named: Any) -> Any:
+        found[layer] = key.detach().clone()
+        return keep(key, value, layer, *rest, **named)
+
+    cache.update = update
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    where = torch.full((1, 1), position, device=model.device)
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ArchitectureError(f"{model.config.model_type}: takes no position_ids; its cache cannot roll")
+    model(input_ids=token, position_ids=where, use_cache=True, **{cache_argument(model): cache})
+    return found
+
+
+def _rotation(model: Any, module: nn.Module, before: Tensor, after: Tensor) -> Rotate:
+    if torch.equal(before, after):  # no positions in this layer
+        return lambda keys, _: keys
+    shift, bound = POSITIONS[1] - POSITIONS[0], TOLERANCE[before.dtype] * float(after.abs().max())
+    try:
+        rotate = _by_module(model, module)
+        turned = rotate(before, shift)
+        good = turned.shape == after.shape and float((turned.float() - after.float()).abs().max()) <= bound
+    except (RuntimeError, TypeError, AttributeError, KeyError):
+        good = False
+    if not good:
+        raise ArchitectureError(
+            f"{model.config.model_type}: layer {getattr(module, 'layer_idx', '?')}: a rolling cache (max_length) needs "
+            "keys whose positions are rotations and nothing else after them"
+        )
+    return rotate
+
+
+def _by_module(model: Any, module: nn.Module) -> Rotate:
+    """What the module's own file calls `apply_rotary_pos_emb`, with the decoder's rotary embedding."""
+    embedding: Any = model.get_decoder().rotary_emb
+    apply = vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"]
     layer_type = getattr(module, "layer_type", None) or "full_attention"
-    options = {"layer_type": layer_type} if "layer_type" in known else {}
-    scaling = getattr(embedding, f"{layer_type}_attention_scaling", None) or getattr(
-        embedding, "attention_scaling", 1.0
-    )
+    options = {"layer_type": layer_type} if "layer_type" in inspect.signature(embedding.forward).parameters else {}
+    scaling = getattr(embedding, f"{layer_type}_attention_scaling", getattr(embedding, "attention_scaling", 1.0))
 
     def rotate(keys: Tensor, shift: int) -> Tensor:
         wide = keys.float()
         position = torch.full((1, keys.shape[-2]), shift, device=keys.device)
         cos, sin = embedding(wide, position, **options)
-        turned: Tensor = apply(wide, wide, cos.float() / scaling, sin.float() / scaling)[1]
-        return turned.to(keys.dtype)
+        cos, sin = cos.float() / scaling, sin.float() / scaling
+        size = cos.shape[-1]
+        turned: Tensor = apply(wide[..., :size], wide[..., :size], cos, sin)[1]
+        return torch.cat([turned, wide[..., size:]], -1).to(keys.dtype)
 
-    device = next(embedding.buffers()).device
-    x = torch.randn(1, 1, 2, head_dim, generator=torch.Generator().manual_seed(0)).to(device)
-    with torch.no_grad():
-        there, back = rotate(rotate(x, 7), 5), rotate(x, 12)
-        if not torch.allclose(there, back, atol=1e-4) or not torch.allclose(rotate(back, -12), x, atol=1e-4):
-            raise ArchitectureError(f"{kind}: a rolling cache (max_length) needs rotary positions that add up")
     return rotate
 
 

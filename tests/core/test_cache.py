@@ -74,17 +74,17 @@ def test_logits_are_those_of_an_unquantized_cache_up_to_eight_bits(family, reque
 
 @pytest.mark.parametrize("sizes", [[230], [1] * 230, [64] * 3 + [38], [229, 1]])
 def test_what_follows_does_not_depend_on_how_the_prompt_was_fed(tiny_llama, sizes):
-    """One layer: keys and values do not depend on attention, so the codes are the same ones."""
+    """One layer: keys and values do not depend on attention. They still differ in their last bits, as products of one
+    row and of many do, and now and then a code does; test_cache_layer.py has the same tensors and the same codes."""
     model = tiny_llama(num_hidden_layers=1)
     tokens, after = ids(), ids(length=5, seed=1)
     reference, cache = cache_of(model, bits=4), cache_of(model, bits=4)
     logits(model, tokens, reference, [230])
     logits(model, tokens, cache, sizes)
     for mine, other in zip(cache.layers[0].banks, reference.layers[0].banks, strict=True):
-        assert torch.equal(mine.data[:, :, :2], other.data[:, :, :2])
-    torch.testing.assert_close(
-        logits(model, after, cache, [1] * 5), logits(model, after, reference, [5]), atol=2e-5, rtol=0
-    )
+        assert (mine.data[:, :, :2] == other.data[:, :, :2]).float().mean() > 0.98
+    found, expected = logits(model, after, cache, [1] * 5), logits(model, after, reference, [5])
+    assert (found - expected).std() < 2e-3 * expected.std()
 
 
 @pytest.mark.parametrize(
@@ -237,6 +237,105 @@ def test_a_rolled_cache_is_one_that_never_saw_the_rest(tiny_llama, monkeypatch):
     assert (found - expected).std() < 0.01 * expected.std()
 
 
+def test_rolling_rows_padded_on_the_left_roll_as_they_would_alone(tiny_llama):
+    model = tiny_llama(num_hidden_layers=1)
+    tokens = ids(length=700)
+    mask = torch.ones_like(tokens)
+    mask[1, :200], tokens[1, :200] = 0, 1
+    sizes = [250, *[50] * 9]
+    together = logits(model, tokens, cache_of(model, max_length=400), sizes, mask)[1, 200:]
+    alone = logits(model, tokens[1:, 200:], cache_of(model, max_length=400), [50, *[50] * 9])[0]
+    torch.testing.assert_close(together, alone, atol=2e-4, rtol=0)
+
+
+NOPE = {"no_rope_layers": [0, 1], "no_rope_layer_interval": 2}
+
+
+def test_layers_without_positions_roll_without_turning():
+    from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+    torch.manual_seed(0)
+    config = SmolLM3Config(
+        vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=1, use_sliding_window=False, **NOPE,
+    )  # fmt: skip
+    cache = cache_of(SmolLM3ForCausalLM(config).eval(), max_length=260)
+    key = torch.randn(1, 2, 1, 16)
+    assert torch.equal(cache.layers[0].rotate(key, 9), key)
+    assert not torch.equal(cache.layers[1].rotate(key, 9), key)
+
+
+def test_a_norm_after_the_rotation_cannot_roll(tiny_llama):
+    model = tiny_llama()
+    cache_of(model, max_length=260)
+    attention = model.model.layers[1].self_attn
+    forward = type(attention).forward
+
+    class Normed(type(attention)):
+        def forward(self, *args, **given):
+            cache = given.get("cache", given.get("past_key_values"))
+            keep = cache.update
+            weight = torch.linspace(0.5, 2, 16)
+            cache.update = lambda key, value, *rest, **named: keep(key * weight, value, *rest, **named)
+            try:
+                return forward(self, *args, **given)
+            finally:
+                cache.update = keep
+
+    attention.__class__ = Normed
+    with pytest.raises(ArchitectureError, match="layer 1"):
+        cache_of(model, max_length=260)
+
+
+def test_a_crop_that_one_layer_refuses_crops_none(tiny_llama, tiny_gemma):
+    model = tiny_llama()
+    layers = {
+        "model.layers.0.self_attn": CacheLayerPlan((4, 4), (0, 0)),
+        "model.layers.1.self_attn": CacheLayerPlan((4, 4), (128, 0)),
+    }
+    cache = SinkCache(model, CachePlan(4, 64, None, layers))
+    logits(model, ids(length=400), cache, [400])
+    with pytest.raises(CacheError, match=r"layers\.1"):
+        cache.crop(-200)
+    assert [layer.get_seq_length() for layer in cache.layers] == [400, 400]
+    cache.crop(-20)
+    assert cache.get_seq_length() == 380
+    model = tiny_gemma()
+    cache = cache_of(model)
+    logits(model, ids(length=100), cache, [100])
+    with pytest.raises(CacheError, match="window has moved on"):
+        cache.crop(-10)
+    assert {layer.get_seq_length() for layer in cache.layers} == {100}
+
+
+def test_pickle_keeps_what_is_cached(tiny_llama):
+    import pickle
+
+    model = tiny_llama()
+    cache = cache_of(model)
+    logits(model, ids(), cache)
+    again = pickle.loads(pickle.dumps(cache))
+    more = ids(length=3, seed=5)
+    assert torch.equal(logits(model, more, again, [3]), logits(model, more, cache, [3]))
+    with pytest.raises(CacheError, match="pickled"):
+        pickle.dumps(cache_of(model, max_length=260))
+
+
+def test_autocast_gives_keys_and_values_two_types(tiny_llama):
+    model = tiny_llama()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits(model, ids(), cache_of(model)).float()
+        expected = logits(model, ids(), DynamicCache(config=model.config)).float()
+    assert (found - expected).std() < 0.05 * expected.std()
+
+
+def test_another_attention_that_was_asked_for_is_mentioned(tiny_llama, caplog):
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    cache_of(model)
+    assert "'eager' becomes 'quantsink'" in caplog.text
+
+
 def test_a_prompt_longer_than_a_rolling_cache_is_refused_before_work(tiny_llama):
     model = tiny_llama()
     cache = cache_of(model, max_length=260)
@@ -330,6 +429,23 @@ def test_an_error_in_the_middle_of_a_pass_is_noticed_and_the_model_goes_on(tiny_
     cache.reset()
     fresh = cache_of(model)
     assert torch.equal(logits(model, tokens, cache), logits(model, tokens, fresh))
+
+
+def test_a_failure_while_codes_are_written_is_noticed(tiny_llama, monkeypatch):
+    model = tiny_llama()
+    cache = cache_of(model)
+
+    def fail(*_):
+        raise RuntimeError("planted: out of memory")
+
+    monkeypatch.setattr("quantsink.cache_layer.encode", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        logits(model, ids(), cache, [230])
+    monkeypatch.undo()
+    with pytest.raises(CacheError, match="reset"):
+        logits(model, ids(), cache, [230])
+    cache.reset()
+    assert torch.equal(logits(model, ids(), cache), logits(model, ids(), cache_of(model)))
 
 
 @pytest.mark.parametrize("kind", ["right padding", "a hole", "not causal"])
@@ -443,6 +559,17 @@ def test_a_loaded_model_makes_its_own_cache(calibrated, tmp_path):
     assert torch.equal(words[0], words[2])
     loaded.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "model" / "config.json").read_bytes()
+
+
+def test_a_loaded_model_with_another_attention_makes_an_ordinary_cache(calibrated, tmp_path):
+    model, calibration = calibrated
+    made = quantsink.quantize(copy.deepcopy(model), calibration, Recipe(kv_cache=KVCache(bits=4)))
+    made.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    loaded.set_attn_implementation("sdpa")
+    out = loaded.generate(ids(batch=1), max_new_tokens=3, return_dict_in_generate=True, do_sample=False)
+    assert type(getattr(out, cache_argument(loaded))) is DynamicCache
+    assert loaded.config._attn_implementation == "sdpa"
 
 
 def test_a_recipe_can_be_a_cache_and_nothing_else(calibrated, tmp_path):

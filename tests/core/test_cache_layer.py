@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from quantsink.cache_layer import LayerRule, SinkLayer
+from quantsink.cache_bank import LayerRule
+from quantsink.cache_layer import SinkLayer
 from quantsink.errors import CacheError
 from quantsink.kernels.coded_attention.codes import BLOCK, decode
 
@@ -203,8 +204,91 @@ def test_streaming_heads_forget_the_middle_and_others_do_not():
         counts = dict(zip([bank.window for bank in layer.banks], view.rows[0, 2:].tolist(), strict=True))
         newest = int(view.rows[0, 1])
         assert counts[0] == (600 - 4 - 64) // BLOCK
-        assert counts[128] == -(-(128 - newest) // BLOCK)
+        assert counts[128] == -(-(128 - newest) // BLOCK) + 1
         assert torch.equal(view.sink_key, key[:, :, :4])
+
+
+def test_streaming_heads_can_take_a_few_tokens_back_and_refuse_more():
+    key, value = tokens(length=600)
+    layer = feed(SinkLayer(rule((4, 4), (0, 128))), key, value, [600])
+    layer.crop(-60)
+    view = layer.view()
+    with pytest.raises(CacheError, match="dropped"):
+        layer.crop(-100)
+    assert torch.equal(layer.view().rows, view.rows)
+    assert torch.equal(layer.view().key, view.key)
+    assert layer.get_seq_length() == 540
+
+
+def test_rolling_rows_of_different_lengths_each_have_their_own_sinks():
+    key, value = tokens(batch=2, length=600)
+    starts = [0, 200]
+    rolling = rule(max_length=300)
+    turn = {"rotate": lambda keys, shift: keys + shift}
+    together = SinkLayer(rolling, **turn)
+    alone = SinkLayer(rolling, **turn)
+    at = 0
+    for size in [250, *[1] * 350]:
+        together.update(key[:, :, at : at + size], value[:, :, at : at + size])
+        together.begin(None, starts)
+        mine = max(at - 200, 0), max(at + size - 200, 0)
+        if mine[1] > mine[0]:
+            alone.update(key[1:, :, 200:][:, :, slice(*mine)], value[1:, :, 200:][:, :, slice(*mine)])
+            alone.begin(None, None)
+            if together.view().rows[1, 0]:
+                assert torch.equal(together.view().sink_key[1], alone.view().sink_key[0])
+            alone.commit()
+        together.commit()
+        at += size
+    assert together.dropped[1] == alone.dropped[0] > 0
+
+
+def test_recording_the_past_is_bounded_and_ends_with_reset():
+    key, value = tokens(batch=1, length=2000)
+    layer = SinkLayer(rule())
+    layer.activate_past_recording()
+    feed(layer, key, value, [300, *[1] * 1700])
+    assert layer.used < 4 + 64 + 64 + 512
+    layer.reset()
+    feed(layer, key[:, :, :300], value[:, :, :300], [300])
+    assert layer.blocks == [3]
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-5, 1e-3, 1e3, 1e4])
+def test_numbers_of_every_size_keep_their_bits(factor):
+    key, value = tokens(batch=1)
+    layer = feed(SinkLayer(rule((8, 4))), key * factor, value * factor, [200])
+    for found, exact in zip(rows(layer), (key, value), strict=True):
+        error = (found / factor - exact[0]).pow(2).mean((1, 2)).sqrt()
+        assert error[1] < 0.15
+        assert error[0] < (0.02 if factor >= 1e-5 else 0.2)
+
+
+def test_numbers_too_large_for_a_code_are_refused():
+    key, value = tokens(batch=1)
+    with pytest.raises(CacheError, match="65,504"):
+        feed(SinkLayer(rule()), key, value * 1e5, [200])
+
+
+def test_a_cache_can_be_used_in_and_out_of_inference_mode():
+    key, value = tokens()
+    layer = SinkLayer(rule())
+    with torch.inference_mode():
+        feed(layer, key[:, :, :150].clone(), value[:, :, :150].clone(), [150])
+    feed(layer, key[:, :, 150:], value[:, :, 150:], [50])
+    with torch.inference_mode():
+        layer.crop(-10)
+        feed(layer, key[:, :, 190:], value[:, :, 190:], [10])
+    once = feed(SinkLayer(rule()), key, value, [200])
+    assert torch.equal(rows(layer)[0], rows(once)[0])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sinks": -1}, {"residual": 2.5}, {"max_length": 100}, {"windows": (-1, 0)}, {"sinks": True}]
+)
+def test_rules_that_cannot_be_meant(wrong):
+    with pytest.raises(CacheError, match="whole number"):
+        rule(**wrong)
 
 
 def test_a_rolling_layer_stays_in_its_memory_and_turns_its_sinks():

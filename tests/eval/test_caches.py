@@ -239,3 +239,17 @@ def test_without_hqq_its_row_says_how_to_get_it(run: Callable[..., Report], monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "hqq" else find(name, *rest))
     row = run([hqq(4)]).rows[1]
     assert row.status == "not run: hqq is not installed; pip install 'quantsink[peers]'"
+
+
+def test_streaming_rows_and_their_control(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The control lets as many heads forget; a calibration whose windows are too short gives a reason, not a row."""
+    from quantsink.calibration import calibrate
+    from quantsink.eval.methods import NotRunError
+
+    methods = {method.name: method for method in cache_methods((8,))}
+    assert list(methods) == ["kv8", "kv8-no-sinks", "kv8-nearest", "kv8-stream", "kv8-stream-random", "hqq-kv8"]
+    short = calibrate(model, tokenizer, seq_len=64, max_tokens=256)
+    make = methods["kv8-stream"].cache
+    assert make is not None
+    with pytest.raises(NotRunError, match="--seq-len"):
+        make(model, short)

@@ -68,6 +68,47 @@ def test_inspect(what, work, capsys):
     assert json.loads(out)["kind"] == what
 
 
+def test_inspect_cache(work, capsys, tmp_path):
+    code, out, _ = run(capsys, "inspect", work / "calibration", "--cache", "--kv-bits", 8, "--length", 4096, "--json")
+    assert code == 0
+    found = json.loads(out)
+    (row,) = found["sequences"]
+    # Two layers of two KV heads of 16, keys and values: bfloat16's bytes; codes with scales cost 9.25 bits here.
+    assert row["bytes_token_bf16"] == 2 * 2 * 2 * 16 * 2
+    assert row["bytes"] == row["bytes_codes"] + row["bytes_exact"]
+    blocks = (4096 - 4 - 64) // 64
+    assert row["bytes_codes"] == blocks * 64 * 2 * 2 * 2 * 16 * 9.25 / 8
+    assert row["bytes_exact"] == (4096 - 64 * blocks) * 2 * 2 * 2 * 16 * 2
+    export = ["export", work / "model", "--calibration", work / "calibration", "--no-measure", "--kv-bits", 8]
+    code, _, err = run(capsys, *export, "-o", tmp_path / "x")
+    assert code == 0, err
+    assert "KV cache of its own | codes of 8.0 bits" in (tmp_path / "x" / "README.md").read_text()
+    code, out, _ = run(capsys, "inspect", tmp_path / "x", "--cache", "--length", 4096, "--json")
+    assert code == 0
+    assert json.loads(out)["sequences"] == [row]
+    code, out, _ = run(capsys, "inspect", tmp_path / "x", "--cache")
+    assert code == 0
+    assert "8 8" in out
+    assert "32,768" in out
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "message"),
+    [
+        ("checkpoint", ["--cache"], "no kv_cache"),
+        ("model", ["--cache"], "not a quantsink checkpoint"),
+        ("calibration", ["--cache", "--length", "0"], "1 or more"),
+        ("calibration", ["--cache", "--kv-bits", "9"], "from 2 to 8"),
+        ("calibration", ["--kv-bits", "4"], "go with --cache"),
+        ("calibration", ["--cache", "--kv-bits", "4"], "--error-windows"),
+    ],
+)
+def test_inspect_cache_says_what_is_wrong(what, options, message, work, capsys):
+    code, _, err = run(capsys, "inspect", work / what, *options)
+    assert code in (1, 2)
+    assert message in last(err)
+
+
 def test_json_is_one_object_and_nothing_else(work, capsys, tmp_path):
     code, out, _ = run(capsys, "calibrate", work / "model", "-o", tmp_path / "c", *SMALL, "--json")
     assert code == 0
@@ -117,6 +158,50 @@ def test_report_of_caches(work, capsys, tmp_path):
     assert 4 < rows["kv4"]["bits_kv"] < 8
     assert 0 < rows["kv4"]["kv_bytes"] < 230 * 2 * 2 * 2 * 16 * 4
     assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.json", "report.html", "kl_vs_kv_bits.png"}
+
+
+def rolling(work, target, *more):
+    return ["report", work / "model", "-o", target, "--calibration", work / "calibration", "--length", 64, *more]
+
+
+def test_report_of_a_rolling_cache(work, capsys, tmp_path):
+    (tmp_path / "long.txt").write_text("a long text, line by line.\n" * 320)
+    code, out, err = run(
+        capsys, *rolling(work, tmp_path / "r", "--data", tmp_path / "long.txt", "--rolling", 8192),
+        "--rolling-length", 512, "--max-windows", 2, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    assert [row["method"] for row in found["rows"]] == ["reference"]
+    assert [(c["method"], c["sinks"], c["max_length"]) for c in found["rolling"]] == [
+        ("sinks kept", 4, 512), ("sinks dropped", 0, 512),
+    ]  # fmt: skip
+    assert [curve["points"][-1]["tokens"] for curve in found["rolling"]] == [8192, 8192]
+    assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.json", "report.html", "rolling.png"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rolling", "8192"], "--rolling 8192: short.txt has 500 tokens; give fewer, or a longer text with --data"),
+        (["--rolling", "5000"], "--rolling 5000: a multiple of 4096, 8192 or more"),
+        (["--rolling-length", "512"], "--rolling-length goes with --rolling"),
+        (["--rolling", "8192", "--data", "{tmp}/long.txt"], "--rolling-length 2048: the model takes at most 512"),
+        (
+            ["--rolling", "8192", "--data", "{tmp}/long.txt", "--rolling-length", "300"],
+            "--rolling-length 300: at least 387",
+        ),
+    ],
+)
+def test_rolling_errors_come_before_any_work(options, said, work, capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("x" * 500)
+    (tmp_path / "long.txt").write_text("x" * 8192)
+    given = [option.format(tmp=tmp_path) for option in options]
+    code, out, err = run(capsys, *rolling(work, tmp_path / "r", "--data", tmp_path / "short.txt", *given))
+    assert (code, out) == (2, "")
+    assert said in last(err)
+    assert "reference" not in err
+    assert not (tmp_path / "r").exists()
 
 
 def test_native_heads(work, capsys, tmp_path):

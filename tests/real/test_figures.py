@@ -17,7 +17,7 @@ from quantsink.calibration import Calibration, calibrate
 from quantsink.calibration.calibration import head_means
 from quantsink.calibration.collect import Collector, collecting
 from quantsink.checkpoint import load, save
-from quantsink.eval import measure, parse_methods, read
+from quantsink.eval import PREFILL, cache_methods, measure, parse_methods, read
 
 pytestmark = pytest.mark.real
 
@@ -199,3 +199,45 @@ def test_extra_memory_grows_with_the_length_not_its_square(smollm2, tmp_path):
     print("extra MiB:", extra)
     assert extra[512] > 0, "nothing was measured"
     assert extra[4096] < 144, "a quarter of one map"
+
+
+@pytest.fixture(scope="module")
+def cache_rows(model_and_tokenizer, calibration, wikitext):
+    """Rows measured through caches: a prompt of 128 tokens, then 32 at a time."""
+    model, tokenizer = model_and_tokenizer
+    wanted = {"kv8", "kv4", "kv4-no-sinks", "kv4-random", "kv3", "kv2", "kv2-no-sinks", "hqq-kv4"}
+    report = measure(
+        model,
+        tokenizer,
+        model_name="SmolLM2-135M",
+        calibration=calibration,
+        text=read(tokenizer, str(wikitext[1]), length=1024, max_windows=4, context=PREFILL),
+        methods=[method for method in cache_methods((8, 4, 3, 2)) if method.name in wanted],
+    )
+    print(report.to_dict())
+    return {row.method: row for row in report.rows}
+
+
+def test_a_cache_of_8_bits_costs_next_to_nothing(cache_rows):
+    assert 0 < cache_rows["kv8"].kl <= 0.0002
+    assert cache_rows["kv8"].bits_kv == 8.5
+
+
+def test_a_cache_of_4_bits_beside_hqqs(cache_rows):
+    mine, peer = cache_rows["kv4"], cache_rows["hqq-kv4"]
+    if not peer.ok:
+        pytest.skip(peer.status)
+    assert mine.bits_kv <= 4.6 < peer.bits_kv
+    assert mine.kl <= 0.35 * peer.kl
+    assert mine.kl < cache_rows["kv4-no-sinks"].kl
+    assert mine.kl < cache_rows["kv4-random"].kl
+
+
+def test_caches_of_3_and_2_bits(cache_rows):
+    two, three = cache_rows["kv2"], cache_rows["kv3"]
+    assert two.bits_kv <= 2.6
+    assert two.ppl_ratio <= 1.16
+    assert two.kl <= 0.12
+    assert two.kl < cache_rows["kv2-no-sinks"].kl
+    assert cache_rows["kv4"].kl < three.kl < two.kl
+    assert three.bits_kv <= 3.5 * 1.02

@@ -218,8 +218,8 @@ def grid(x: Tensor, bits: int, dim: int, shrinks: tuple[float, ...] = (1.0,)) ->
     for shrink in shrinks:
         bottom = low if shrink == 1 else middle - (middle - low) * shrink
         top = high if shrink == 1 else middle + (high - middle) * shrink
-        new_zero = saturated(bottom, -HALF_MAX)
-        new_scale = saturated((top - new_zero.float()) / (2**bits - 1), 0)
+        new_zero = -half_above(-bottom)
+        new_scale = half_above((top - new_zero.float()) / (2**bits - 1))
         if len(shrinks) == 1:
             zero, scale = new_zero, new_scale
             break
@@ -241,9 +241,21 @@ def nearest(x: Tensor, zero: Tensor, scale: Tensor, bits: int) -> Tensor:
     return ((x - zero.float()) / step).round_().clamp_(0, 2**bits - 1)
 
 
-def saturated(x: Tensor, least: float) -> Tensor:
-    """In float16; what is finite stays so, what is not stays visible."""
-    return torch.where(x.isfinite(), x.clamp(least, HALF_MAX), x).half()
+def half_above(x: Tensor) -> Tensor:
+    """The least float16 that is not below `x`: a scale never rounds to 0, a range never loses its ends.
+
+    Raises:
+        ValueError: a finite number that float16 cannot hold. One that is not finite stays visible.
+    """
+    near = x.half()
+    bits = near.view(torch.int16)
+    above = (
+        torch.where(bits == -32768, 1, torch.where(bits >= 0, bits + 1, bits - 1)).to(torch.int16).view(torch.float16)
+    )
+    up = torch.where(near.float() < x, above, near)
+    if bool((x.isfinite() & ~up.isfinite()).any()):
+        raise ValueError(f"coded_attention: numbers beyond {HALF_MAX:,.0f} cannot be held as codes")
+    return up
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
