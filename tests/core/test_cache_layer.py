@@ -313,7 +313,7 @@ def test_a_rolling_layer_stays_in_its_memory_and_turns_its_sinks():
 def test_what_does_not_fit_is_refused_and_nothing_changes():
     key, value = tokens()
     layer = feed(SinkLayer(rule()), key, value, [200])
-    held = [x.clone() for x in layer.tensors()]
+    held = rows(layer)
     wrong = [
         (key[:, :1], value[:, :1], "another model"),
         (key[..., :16], value[..., :16], "another model"),
@@ -324,7 +324,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
     for k, v, message in wrong:
         with pytest.raises(CacheError, match=message):
             layer.update(k, v)
-    assert all(torch.equal(a, b) for a, b in zip(held, layer.tensors(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held, rows(layer), strict=True))
     feed(layer, key, value, [200])
 
 
