@@ -23,13 +23,17 @@ QUESTIONS = (
 )
 """(what is tried, what it is held against, in words)."""
 CACHE_QUESTIONS = (
-    ("kv{b}", "hqq-kv{b}", "A {b}-bit KV cache: quantsink's, not HQQ's"),
-    ("kv{b}", "kv{b}-no-sinks", "A {b}-bit KV cache: the sink exact at the same bits"),
-    ("kv{b}", "kv{b}-nearest", "A {b}-bit KV cache: keys rounded for calibrated queries, not each number by itself"),
-    ("kv{b}", "kv{b}-uniform", "A {b}-bit KV cache: heads' widths by measured error, not all alike"),
-    ("kv{b}", "kv{b}-random", "A {b}-bit KV cache: choosing the heads' widths by measured error, not at random"),
-    ("kv{b}-stream", "kv{b}", "A {b}-bit KV cache: letting heads that look only near forget the rest"),
-    ("kv{b}-stream", "kv{b}-stream-random", "A {b}-bit KV cache: choosing the heads that forget, not at random"),
+    ("kv{b}", "hqq-kv{b}", "A KV cache of {b} bits: quantsink's, not HQQ's"),
+    ("kv{b}", "kv{b}-no-sinks", "A KV cache of {b} bits: the sink exact at the same bits"),
+    (
+        "kv{b}",
+        "kv{b}-nearest",
+        "A KV cache of {b} bits: keys rounded for calibrated queries, not each number by itself",
+    ),
+    ("kv{b}", "kv{b}-uniform", "A KV cache of {b} bits: heads' widths by measured error, not all alike"),
+    ("kv{b}", "kv{b}-random", "A KV cache of {b} bits: choosing the heads' widths by measured error, not at random"),
+    ("kv{b}-stream", "kv{b}", "A KV cache of {b} bits: letting heads that look only near forget the rest"),
+    ("kv{b}-stream", "kv{b}-stream-random", "A KV cache of {b} bits: choosing the heads that forget, not at random"),
 )
 """The same for KV caches, asked at each width `b` that was measured."""
 

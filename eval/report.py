@@ -237,7 +237,9 @@ class Report:
     def table(self) -> Table:
         """For a terminal of 80 columns: one line a method, a rule between groups; report.html shows the rest."""
         table = Table(title=_plain(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        bits = ("bits", "KV bits") if self.cached else ("bits",)
+        # Where only caches differ, the weights' bits say nothing.
+        alike = self.cached and len({row.bits_weight for row in self.rows if row.ok}) == 1
+        bits = [name for name, shown in (("bits", not alike), ("KV bits", self.cached)) if shown]
         for name in ("method", *bits, "KL", "95 %", "ratio", "top-1"):
             table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
         group = self.rows[0].group if self.rows else ""
@@ -245,7 +247,7 @@ class Report:
             if group != row.group:
                 table.add_section()
             group = row.group
-            table.add_row(*(_plain(cell) for cell in (row.method, *_short_cells(row, self.cached))))
+            table.add_row(*(_plain(cell) for cell in (row.method, *_short_cells(row, bits))))
         return table
 
     def rolling_table(self) -> Table:
@@ -331,13 +333,13 @@ def _cells(row: Row, cached: bool) -> Sequence[str]:
     return cells
 
 
-def _short_cells(row: Row, cached: bool) -> Sequence[str]:
+def _short_cells(row: Row, shown: Sequence[str]) -> Sequence[str]:
     if not row.ok or row.kl is None or row.ppl_ratio is None:
-        return [*["-"] * (1 + cached), row.status if len(row.status) < 16 else "not run", "-", "-", "-"]
+        return [*["-"] * len(shown), row.status if len(row.status) < 16 else "not run", "-", "-", "-"]
     low, high = row.kl_low, row.kl_high
     bounds = "" if low is None or high is None or low == high else f"{number(low)} to {number(high)}"
-    bits = [f"{row.bits_weight:.2f}", *([f"{row.bits_kv:.2f}"] if cached else [])]
-    return [*bits, number(row.kl), bounds, f"{row.ppl_ratio:.4f}", f"{row.top1:.1%}"]
+    bits = {"bits": row.bits_weight, "KV bits": row.bits_kv}
+    return [*(f"{bits[name]:.2f}" for name in shown), number(row.kl), bounds, f"{row.ppl_ratio:.4f}", f"{row.top1:.1%}"]
 
 
 def _with_bounds(middle: str, low: float | None, high: float | None, text: Any) -> str:

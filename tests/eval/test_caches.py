@@ -120,7 +120,7 @@ def test_a_cache_is_a_row_with_its_bits_and_bytes(run: Callable[..., Report], tm
     assert ">KV bits<" in html
     assert html.count("data:image/png;base64,") == 1
     report.save(tmp_path / "report", force=True)
-    assert [column.header for column in report.table().columns][:3] == ["method", "bits", "KV bits"]
+    assert [column.header for column in report.table().columns][:3] == ["method", "KV bits", "KL"]
 
 
 def test_both_pictures_where_both_kinds_of_rows_are(run: Callable[..., Report], calibration: Calibration) -> None:
