@@ -9,6 +9,7 @@ this is the best plan but for the last step.
 
 import dataclasses
 import heapq
+import logging
 import random
 from typing import Any, Literal, cast
 
@@ -20,6 +21,8 @@ from quantsink.errors import ArchitectureError, CalibrationError, RecipeError
 from quantsink.kernels.coded_attention.codes import BLOCK, WIDTHS, Record
 from quantsink.plan import CacheLayerPlan, CachePlan
 from quantsink.recipe import KVCache
+
+log = logging.getLogger(__name__)
 
 SINKS = 4
 """Exact sink tokens at least: two bits profit from four (docs/decisions/0007-cache.md)."""
@@ -59,6 +62,9 @@ def cache_plan(
             raise ArchitectureError(f"{calibration.model}: {layer.name}: {error}") from None
     heads = [head for head in calibration.kv_heads() if any(head.layer == layer.index for layer in layers)]
     chosen = choose_widths(heads, bits, widths, seed, [layer.head_dim for layer in layers][:1] or [64])
+    real, wanted = sum(chosen.values()) / max(len(chosen), 1), float(bits)
+    if chosen and abs(real - wanted) > TOLERANCE * wanted:
+        log.warning("KV cache: %d heads average %.2f bits where %g were asked for", len(chosen), real, wanted)
     windows = choose_windows(heads, stream)
     found = {}
     for layer in layers:
@@ -129,7 +135,42 @@ def _share_out(heads: list[KVHead], bits: float, overhead: float) -> dict[Place,
         at[number] = step
         if step + 1 < len(hull):
             heapq.heappush(steps, (-_slope(hull[step], hull[step + 1]), number, step + 1))
-    return {(head.layer, head.kv_head): hulls[i][at[i]][0] for i, head in enumerate(heads)}
+    widths = [hulls[i][at[i]][0] for i in range(len(heads))]
+    _exchange(heads, widths, budget)
+    return {(head.layer, head.kv_head): width for head, width in zip(heads, widths, strict=True)}
+
+
+def _exchange(heads: list[KVHead], widths: list[int], budget: float) -> None:
+    """Spend what is left: a step up that does not fit alone is paid for by steps down of the heads that lose least by
+    them, as long as the error falls."""
+    order = sorted(WIDTHS)
+    cost = [{width: error**2 for width, error in zip(WIDTHS, head.error or (), strict=True)} for head in heads]
+    for _ in range(len(heads)):
+        left = budget - sum(widths)
+        best: tuple[float, int, list[int]] | None = None
+        for up, width in enumerate(widths):
+            if width == order[-1]:
+                continue
+            new = order[order.index(width) + 1]
+            gain, missing, paid = cost[up][width] - cost[up][new], new - width - left, []
+            downs = sorted(
+                (cost[i][order[order.index(w) - 1]] - cost[i][w], i)
+                for i, w in enumerate(widths)
+                if i != up and 2 < w < 8
+            )
+            for loss, i in downs:
+                if missing <= 0:
+                    break
+                gain, missing = gain - loss, missing - 1
+                paid.append(i)
+            if missing <= 0 and gain > 0 and (best is None or gain > best[0]):
+                best = gain, up, paid
+        if best is None:
+            return
+        _, up, paid = best
+        widths[up] = order[order.index(widths[up]) + 1]
+        for i in paid:
+            widths[i] = order[order.index(widths[i]) - 1]
 
 
 def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:

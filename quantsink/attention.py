@@ -192,10 +192,11 @@ def row_starts(mask: Tensor | None, layer: SinkLayer, given: Tensor | None = Non
     Raises:
         CacheError: a mask that is not causal attention over rows padded on the left.
     """
-    if mask is None:
-        return None
     name, seen = layer.rule.name, layer.seen
     columns, first = layer.mask_sizes
+    if mask is None:
+        # transformers gives none where all that a rolling cache's mask would cover is visible.
+        return [start if start <= first else 0 for start in layer.start] if first else None
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != columns:
         raise CacheError(
             f"{name}: a mask {list(mask.shape)} where [B, 1, L, {columns}] belongs; give the attention_mask of all "

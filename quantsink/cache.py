@@ -1,5 +1,6 @@
 """`SinkCache`: a KV cache for transformers that keeps its sinks exact and the rest in 8, 4, 3 or 2 bits."""
 
+import copy
 import dataclasses
 import inspect
 import logging
@@ -72,21 +73,46 @@ class SinkCache(Cache):
         metrics = [None if rule is None else metric_of(module, rule, plan) for module, rule, _ in found]
         if all(rule is None for _, rule, _ in found):
             log.warning("SinkCache: every layer of this model has sliding attention; the cache holds no codes")
-        use_attention(model)
         coded = [index for index, (_, rule, _) in enumerate(found) if rule is not None]
-        turn = rotations(model, coded) if plan.max_length is not None else {}
-        seen = PassMask()
+        before = model.config._attn_implementation
+        use_attention(model)
+        try:
+            turn = rotations(model, coded) if plan.max_length is not None else {}
+        except BaseException:
+            model.set_attn_implementation(before)
+            raise
         for index, ((module, rule, policy), metric) in enumerate(zip(found, metrics, strict=True)):
             policies.append(policy)
             if rule is None:
                 layers.append(DynamicSlidingWindowLayer(sliding_window=policy.windows[0]))
             else:
                 layers.append(SinkLayer(rule, module, turn.get(index), metric))
-                layers[-1].seen = seen
         super().__init__(layers=layers)
         self.layers: list[Any]
         self.policies = tuple(policies)
+        self._share(PassMask())
+
+    def _share(self, seen: PassMask) -> None:
+        """Give every layer the one memory of the pass in progress."""
         self._seen = seen
+        coded = [layer for layer in self.layers if isinstance(layer, SinkLayer)]
+        for layer in coded:
+            layer.seen, layer.last = seen, layer is coded[-1]
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> "SinkCache":
+        new = object.__new__(type(self))
+        memory[id(self)] = new
+        shared = {"plan", "policies", "_seen"}
+        vars(new).update({k: v if k in shared else copy.deepcopy(v, memory) for k, v in vars(self).items()})
+        new._share(PassMask())
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_seen"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._share(PassMask())
 
     @classmethod
     def from_calibration(
@@ -161,6 +187,8 @@ class SinkCache(Cache):
         Raises:
             CacheError: a layer no longer holds what would be needed.
         """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         for layer, policy in zip(self.layers, self.policies, strict=True):
             if isinstance(layer, SinkLayer):
                 layer.check_crop(tokens_to_remove)
@@ -331,6 +359,9 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         or any(given.get(argument) is not None for argument in CACHE_ARGUMENTS)
     ):
         return None
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
+        return None  # padding on the right: text to be scored, not gone on with
     name = cache_argument(model)
     if name in names[: len(args)]:
         return None

@@ -95,6 +95,7 @@ class SinkLayer(CacheLayerMixin):
         self.module = None if module is None else weakref.ref(module)
         self.record_past = False
         self.seen = PassMask()
+        self.last = False
         self.banks = banks_of(rule)
         self.metrics = [None if metric is None else metric.heads(list(bank.heads)) for bank in self.banks]
         self.heads = torch.empty(rule.kv_heads, 2, dtype=torch.int64)
@@ -315,6 +316,8 @@ class SinkLayer(CacheLayerMixin):
         else:
             self._encode_due(spare=spare)
         self.pending = None
+        if self.last:
+            self.seen.mask = None
 
     def __deepcopy__(self, memory: dict[int, Any]) -> "SinkLayer":
         """A copy for the same model: a prompt's cache can be copied and gone on with."""
@@ -391,7 +394,7 @@ class SinkLayer(CacheLayerMixin):
 
     def _leave_inference(self) -> None:
         """Tensors made under `torch.inference_mode` cannot be written outside of it; let go of them once."""
-        if torch.is_inference_mode_enabled() or self.keys is None or not self.keys.is_inference():
+        if torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.tensors()):
             return
         for name in ("keys", "values", "sink_key", "sink_value", "turned"):
             held = getattr(self, name)
@@ -484,7 +487,7 @@ class SinkLayer(CacheLayerMixin):
                 with torch.autocast(self.device.type, enabled=False):
                     coded = encode(k, v, bank.record.bits, metric)
             except ValueError as error:
-                raise CacheError(f"{self.rule.name}: {error}; keep this layer's cache exact") from error
+                raise CacheError(f"{self.rule.name}: {error}; use the model's own cache") from error
             if rows is None:
                 bank.data[:, :, where] = coded
             else:
@@ -539,6 +542,10 @@ class SinkLayer(CacheLayerMixin):
         for row in rows:
             length = max(self._length(row) - remove, 0)
             whole = min(self.blocks[row], max(length - self.rule.sinks, 0) // BLOCK)
+            if not length:
+                for bank in self.banks:
+                    bank.count[row] = 0
+                self.blocks[row] = self.dropped[row] = 0
             kept.append(self._exact_tail(row, length, whole))
             blocks.append(whole)
         tail = max(k.shape[1] for k, _ in kept)
@@ -558,6 +565,8 @@ class SinkLayer(CacheLayerMixin):
         """Exact keys and values `[KVH, n, D]` of a row cropped to `length` tokens that keeps `whole` blocks."""
         assert self.keys is not None
         assert self.values is not None
+        if not length:
+            return self.keys[row, :, :0], self.values[row, :, :0]
         have = self._newest(row)
         parts_k, parts_v = [], []
         missing = self.blocks[row] - whole  # `check_crop` has seen that they are there

@@ -7,6 +7,7 @@ but seen: the model runs on one token at two positions, where nothing but the ro
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ Rotate = Callable[[Tensor, int], Tensor]
 
 CHANGING = ("dynamic", "longrope")
 """Rotary types whose frequencies depend on the length."""
+_KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[int, Rotate]]" = weakref.WeakKeyDictionary()
 POSITIONS = (5, 42)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Of the largest number in a key."""
@@ -41,19 +43,17 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotate]:
         )
     if model.device.type == "meta":
         raise ArchitectureError(f"{kind}: a rolling cache (max_length) needs a model with its weights loaded")
-    modules = {
-        m.layer_idx: m
-        for m in model.modules()
-        if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "k_proj")
-    }
-    before, after = (keys_at(model, position) for position in POSITIONS)
-    return {index: _rotation(model, modules[index], key, after[index]) for index, key in before.items()}
+    if model not in _KNOWN:
+        modules = {getattr(m, "layer_idx", None): m for m in model.modules() if hasattr(m, "k_proj")}
+        before, after = (keys_at(model, position) for position in POSITIONS)
+        _KNOWN[model] = {index: _rotation(model, modules[index], before[index], after[index]) for index in layers}
+    return _KNOWN[model]
 
 
 @torch.no_grad()
 def keys_at(model: Any, position: int) -> dict[int, Tensor]:
-    """Keys `[1, KVH, 1, D]` of each layer for one token at a position. One token attends to itself alone, so what
-    reaches a layer does not depend on where it stands."""
+    """Keys `[3, KVH, 1, D]` of each layer for three rows of one token at a position. One token attends to itself alone,
+    so what reaches a layer does not depend on where it stands."""
     cache: Any = DynamicCache(config=model.config)
     found: dict[int, Tensor] = {}
     keep = cache.update
@@ -63,22 +63,35 @@ def keys_at(model: Any, position: int) -> dict[int, Tensor]:
         return keep(key, value, layer, *rest, **named)
 
     cache.update = update
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    where = torch.full((1, 1), position, device=model.device)
+    text = model.config.get_text_config(decoder=True)
+    padding = getattr(text, "pad_token_id", None)  # its embedding is zero
+    ids = [i for i in range(1, text.vocab_size) if i != padding]
+    token = torch.tensor([[ids[len(ids) * part // 4]] for part in (1, 2, 3)], device=model.device)
+    where = torch.full((3, 1), position, device=model.device)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ArchitectureError(f"{model.config.model_type}: takes no position_ids; its cache cannot roll")
-    model(input_ids=token, position_ids=where, use_cache=True, **{cache_argument(model): cache})
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        model(input_ids=token, position_ids=where, use_cache=True, **{cache_argument(model): cache})
+    finally:
+        for module in training:
+            module.training = True
     return found
 
 
 def _rotation(model: Any, module: nn.Module, before: Tensor, after: Tensor) -> Rotate:
-    if torch.equal(before, after):  # no positions in this layer
+    if torch.equal(before, after) and bool(before.any()):  # no positions in this layer
         return lambda keys, _: keys
     shift, bound = POSITIONS[1] - POSITIONS[0], TOLERANCE[before.dtype] * float(after.abs().max())
     try:
         rotate = _by_module(model, module)
         turned = rotate(before, shift)
-        good = turned.shape == after.shape and float((turned.float() - after.float()).abs().max()) <= bound
+        good = (
+            bool(before.any())
+            and turned.shape == after.shape
+            and float((turned.float() - after.float()).abs().max()) <= bound
+        )
     except (RuntimeError, TypeError, AttributeError, KeyError):
         good = False
     if not good:

@@ -267,7 +267,6 @@ def test_layers_without_positions_roll_without_turning():
 
 def test_a_norm_after_the_rotation_cannot_roll(tiny_llama):
     model = tiny_llama()
-    cache_of(model, max_length=260)
     attention = model.model.layers[1].self_attn
     forward = type(attention).forward
 
@@ -285,6 +284,72 @@ def test_a_norm_after_the_rotation_cannot_roll(tiny_llama):
     attention.__class__ = Normed
     with pytest.raises(ArchitectureError, match="layer 1"):
         cache_of(model, max_length=260)
+
+
+def test_padding_that_has_left_a_rolling_cache_is_remembered(tiny_llama):
+    model = tiny_llama(num_hidden_layers=1)
+    tokens = ids(length=60)
+    mask = torch.ones_like(tokens)
+    mask[1, :30], tokens[1, :30] = 0, 1
+    given = {cache_argument(model): cache_of(model, max_length=260), "attention_mask": mask}
+    out = model.generate(tokens, max_new_tokens=300, min_new_tokens=300, do_sample=False, **given)
+    assert out.shape == (2, 360)
+    alone = {cache_argument(model): cache_of(model, max_length=260)}
+    other = model.generate(tokens[1:, 30:], max_new_tokens=300, min_new_tokens=300, do_sample=False, **alone)
+    assert (out[1, 60:100] == other[0, 30:70]).all()
+
+
+def test_a_padding_token_does_not_hide_the_rotation(tiny_llama):
+    """Its embedding is zero, and so are its keys."""
+    model = tiny_llama(pad_token_id=0)
+    cache = cache_of(model, max_length=260)
+    key = torch.randn(1, 2, 3, 16)
+    assert not torch.equal(cache.layers[1].rotate(key, 64), key)
+
+
+@pytest.mark.parametrize("options", [{"max_length": 260}, {"window": 128}, {}])
+def test_cropped_to_nothing_it_starts_again(tiny_llama, options):
+    model = tiny_llama()
+    cache = cache_of(model, **options)
+    tokens = ids(length=700)
+    logits(model, tokens, cache, [100, *[60] * 10])
+    cache.crop(-700)
+    assert cache.get_seq_length() == 0
+    again = logits(model, tokens[:, :200], cache, [100, 50, 50])
+    assert torch.equal(again, logits(model, tokens[:, :200], cache_of(model, **options), [100, 50, 50]))
+
+
+@pytest.mark.parametrize("options", [{"max_length": 260}, {"window": 128}, {}])
+def test_inference_mode_in_the_middle(tiny_llama, options):
+    model = tiny_llama()
+    tokens, found = ids(length=700), []
+    for inside in (False, True):
+        cache = cache_of(model, **options)
+        logits(model, tokens[:, :100], cache, [100])
+        with torch.inference_mode(inside), torch.no_grad():
+            for at in range(100, 500):
+                model(tokens[:, at : at + 1], **{cache_argument(model): cache})
+        found.append(logits(model, tokens[:, 500:], cache, [1] * 200))
+    assert torch.equal(*found)
+
+
+def test_a_copy_and_a_finished_pass_hold_no_mask(tiny_llama):
+    model = tiny_llama()
+    cache = cache_of(model)
+    tokens = ids()
+    mask = torch.ones_like(tokens)
+    mask[1, :20], tokens[1, :20] = 0, 1
+    logits(model, tokens, cache, [230], mask)
+    assert cache.layers[0].seen.mask is None
+    mine = copy.deepcopy(cache)
+    assert mine.layers[0].seen is mine.layers[1].seen is not cache.layers[0].seen
+
+
+def test_a_failed_constructor_leaves_the_model_as_it_was(tiny_llama):
+    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(ArchitectureError):
+        cache_of(model, max_length=260)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_crop_that_one_layer_refuses_crops_none(tiny_llama, tiny_gemma):
@@ -570,6 +635,32 @@ def test_a_loaded_model_with_another_attention_makes_an_ordinary_cache(calibrate
     out = loaded.generate(ids(batch=1), max_new_tokens=3, return_dict_in_generate=True, do_sample=False)
     assert type(getattr(out, cache_argument(loaded))) is DynamicCache
     assert loaded.config._attn_implementation == "sdpa"
+
+
+def test_a_model_with_a_cache_of_its_own_scores_text_padded_on_the_right(calibrated):
+    model, calibration = calibrated
+    made = quantsink.quantize(copy.deepcopy(model), calibration, Recipe(kv_cache=KVCache(bits=4)))
+    tokens, mask = ids(length=100), torch.ones(2, 100, dtype=torch.long)
+    mask[1, 80:] = 0
+    with torch.no_grad():
+        found = made(tokens, attention_mask=mask).logits
+        assert torch.equal(found, made(tokens, attention_mask=mask, use_cache=False).logits)
+
+
+def test_what_is_left_of_the_bits_is_spent():
+    from quantsink.calibration.cache_plan import choose_widths
+    from quantsink.calibration.calibration import KVHead
+
+    def real(count, bits):
+        heads = [
+            KVHead(0, n, False, tuple(0.9**n * 2.0**-width for width in (8, 4, 3, 2)), None, {}) for n in range(count)
+        ]
+        widths = choose_widths(heads, bits, "measured", 0, [64])
+        return (sum(widths.values()) / count + 0.5) / (bits + 0.5)
+
+    for bits in (2.5, 3, 4, 4.5, 5, 6, 7):
+        assert 0.98 <= real(30, bits) <= 1.02
+        assert 0.98 <= real(90, bits) <= 1.02
 
 
 def test_a_recipe_can_be_a_cache_and_nothing_else(calibrated, tmp_path):
