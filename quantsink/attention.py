@@ -11,7 +11,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantsink.architecture import AttentionLayer
-from quantsink.cache_layer import SinkLayer, Standin
+from quantsink.cache_layer import SinkLayer
+from quantsink.cache_standin import Standin
 from quantsink.context import TokenContext
 from quantsink.errors import CacheError, QuantSinkError
 from quantsink.kernels import CodedKV, Route, coded_attention, sink_attention

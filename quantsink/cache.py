@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer
 
 from quantsink.attention import NAME
 from quantsink.cache_bank import LayerRule
-from quantsink.cache_layer import PassMask, SinkLayer
+from quantsink.cache_layer import SinkLayer
+from quantsink.cache_standin import PassMask
 from quantsink.context import CACHE_ARGUMENTS, cache_argument
 from quantsink.errors import ArchitectureError, CacheError, RecipeError
 from quantsink.kernels.coded_attention.codes import Metric, Record

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from quantsink.cache_bank import Bank, LayerRule, banks_of
+from quantsink.cache_standin import PassMask, Standin
 from quantsink.errors import CacheError
 from quantsink.kernels.coded_attention.cache import CodedKV
 from quantsink.kernels.coded_attention.codes import BLOCK, Metric, decode, encode
@@ -28,44 +29,6 @@ SLICE = 16
 """Blocks that are encoded at once: bounds what encoding needs beside the keys and values."""
 RECORDED = 512
 """Tokens that stay exact beside the residual while a rollback may come (assisted decoding)."""
-
-
-class Standin(Tensor):
-    """Has the shape, type and device of cached keys (or values) and no data: they are codes. Only quantsink's attention
-    knows what to do with it; every other use is an error that says so."""
-
-    layer: "SinkLayer"
-
-    @staticmethod
-    def of(like: Tensor, length: int, layer: "SinkLayer") -> "Standin":
-        shape = (*like.shape[:2], length, like.shape[3])
-        made: Standin = Tensor._make_wrapper_subclass(Standin, shape, dtype=like.dtype, device=like.device)
-        made.layer = layer
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("__get__", "dim", "size", "numel", "__len__", "is_floating_point"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise CacheError(
-            f"SinkCache: {getattr(func, '__name__', func)} was called on cached keys, which are codes; the model must "
-            'run with attn_implementation="quantsink" (SinkCache.from_calibration sets it) and leave keys to it'
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # typed as an instance method there
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise CacheError(f"SinkCache: {func} was called on cached keys, which are codes")
-
-
-class PassMask:
-    """The mask of the pass in progress and where its rows begin, so that not every layer reads it again."""
-
-    def __init__(self) -> None:
-        self.mask: Tensor | None = None
-        self.starts: list[int] = []
 
 
 class SinkLayer(CacheLayerMixin):
@@ -107,6 +70,7 @@ class SinkLayer(CacheLayerMixin):
     def _clear(self) -> None:
         self.keys = self.values = None
         self.used = self.total = 0
+        self.mask_sizes = (0, 0)
         self.is_initialized = False
         self.sink_key: Tensor | None = None
         self.sink_value: Tensor | None = None
@@ -147,6 +111,7 @@ class SinkLayer(CacheLayerMixin):
         self.pending = key_states, value_states
         if self.total:
             self._append(key_states, value_states)
+        self.mask_sizes = self.get_mask_sizes(length)
         self.total += length
         return Standin.of(key_states, self.total, self), Standin.of(value_states, self.total, self)
 
@@ -257,14 +222,6 @@ class SinkLayer(CacheLayerMixin):
     def first(self) -> bool:
         """Whether the pass in progress is the first: its keys are all there is, and exact."""
         return self.pending is not None and self.total == self.pending[0].shape[2]
-
-    @property
-    def mask_sizes(self) -> tuple[int, int]:
-        """`get_mask_sizes` of the pass in progress."""
-        assert self.pending is not None
-        length = self.pending[0].shape[2]
-        columns = min(self.total - length, self.rule.max_length or self.total)
-        return columns + length, self.total - length - columns
 
     def begin(self, module: nn.Module, starts: list[int] | None) -> None:
         """Told by attention before it computes: the column of each row's first real token, None = 0 for all.
