@@ -98,7 +98,7 @@ class Collector:
         """Called for each layer with query `[B, H, L, D]` and unrepeated key, value `[B, KVH, L, D]`."""
         self._seen.add(layer.name)
         into = self.heads[layer.name]
-        if not bool(query.isfinite().all() & key.isfinite().all() & value.isfinite().all()):
+        if not all(_finite(x) for x in (query, key, value)):
             raise ModelError(f"{layer.name}: its queries, keys or values are not finite; load with another --dtype")
         for row, (first, end) in enumerate(self._real):
             real = torch.arange(first, end, device=query.device)
@@ -275,6 +275,11 @@ def _forward(
         s_aux=s_aux,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _finite(x: Tensor) -> bool:
+    """Both extremes carry NaN; several times faster than a mask of all numbers."""
+    return not x.numel() or bool(x.amax().isfinite() & x.amin().isfinite())
 
 
 def _scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tensor:

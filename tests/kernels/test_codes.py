@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantsink.kernels.coded_attention.codes import WIDTHS, Metric, Record, decode, encode, half_above
+from quantsink.kernels.coded_attention.codes import (
+    WIDTHS,
+    Metric,
+    Record,
+    coded_keys,
+    coded_values,
+    decode,
+    encode,
+    half_above,
+)
 
 
 def block(heads: int = 3, blocks: int = 5, dim: int = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -25,6 +34,15 @@ def queries(heads: int = 3, dim: int = 64, rank: int = 8) -> Tensor:
 def score_error(records: Tensor, key: Tensor, query: Tensor, record: Record) -> float:
     back, _ = decode(records, record)
     return float(torch.einsum("hqd,bhnkd->bhnkq", query, back - key).pow(2).mean())
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("dim", [48, 64, 144])
+def test_what_codes_stand_for_is_what_records_give_back(bits: int, dim: int) -> None:
+    key, value = block(dim=dim)
+    back = decode(encode(key, value, bits), Record(bits, dim, dim))
+    assert torch.equal(coded_keys(key, bits), back[0])
+    assert torch.equal(coded_values(value, bits), back[1])
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

@@ -139,12 +139,12 @@ def encode(key: Tensor, value: Tensor, bits: int, metric: Metric | None = None) 
     # One layout whatever was asked for together, so that a block's codes depend on nothing but the block.
     k = key.reshape(-1, BLOCK, record.head_dim).float().contiguous()
     v = value.reshape(-1, BLOCK, record.value_dim).float().contiguous()
-    key_zero, key_scale = grid(k, bits, 1, (SHRINKS if metric is None else METRIC_SHRINKS).get(bits, (1.0,)))
     if metric is None:
-        key_codes = nearest(k, key_zero, key_scale, bits).to(torch.uint8)
+        key_codes, key_scale, key_zero = _key_codes(k, bits)
     else:
+        key_zero, key_scale = grid(k, bits, 1, METRIC_SHRINKS.get(bits, (1.0,)))
         key_codes = rounded(k, key_zero, key_scale, bits, metric, key.shape[0], key.shape[1])
-    parts = [asymmetric(part.contiguous(), bits, 2) for part in v.split(GROUP, 2)]
+    parts = _value_parts(v, bits)
     value_codes = torch.cat([codes for codes, _, _ in parts], 2)
     value_scale = torch.cat([scale for _, scale, _ in parts], 2).transpose(1, 2)
     value_zero = torch.cat([zero for _, _, zero in parts], 2).transpose(1, 2)
@@ -165,6 +165,31 @@ def decode(records: Tensor, record: Record) -> tuple[Tensor, Tensor]:
     key = key_codes.float() * key_scale.float()[..., None] + key_zero.float()[..., None]
     step, zero = spread(value_scale.float(), record.value_dim), spread(value_zero.float(), record.value_dim)
     return key.transpose(-1, -2), value_codes.float() * step + zero
+
+
+def coded_keys(key: Tensor, bits: int) -> Tensor:
+    """What blocks `[..., 64, D]` of keys stand for once encoded, without a metric; `decode(encode(...))`, float32."""
+    k = key.reshape(-1, BLOCK, key.shape[-1]).float().contiguous()
+    codes, scale, zero = _key_codes(k, bits)
+    return (codes.float() * scale.float() + zero.float()).view(key.shape)
+
+
+def coded_values(value: Tensor, bits: int) -> Tensor:
+    """What tokens `[..., Dv]` of values stand for once encoded; each token by itself. float32."""
+    parts = _value_parts(value.reshape(1, -1, value.shape[-1]).float().contiguous(), bits)
+    return torch.cat([codes.float() * scale.float() + zero.float() for codes, scale, zero in parts], 2).view(
+        value.shape
+    )
+
+
+def _key_codes(k: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    zero, scale = grid(k, bits, 1, SHRINKS.get(bits, (1.0,)))
+    return nearest(k, zero, scale, bits).to(torch.uint8), scale, zero
+
+
+def _value_parts(v: Tensor, bits: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Codes, scale and zero point of each group of channels."""
+    return [asymmetric(part.contiguous(), bits, 2) for part in v.split(GROUP, 2)]
 
 
 def unpack_record(records: Tensor, record: Record) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -253,7 +278,7 @@ def half_above(x: Tensor) -> Tensor:
         torch.where(bits == -32768, 1, torch.where(bits >= 0, bits + 1, bits - 1)).to(torch.int16).view(torch.float16)
     )
     up = torch.where(near.float() < x, above, near)
-    if bool((x.isfinite() & ~up.isfinite()).any()):
+    if not bool(up.isfinite().all()) and bool((x.isfinite() & ~up.isfinite()).any()):
         raise ValueError(f"coded_attention: numbers beyond {HALF_MAX:,.0f} cannot be held as codes")
     return up
 
@@ -316,6 +341,8 @@ __all__ = [
     "WIDTHS",
     "Record",
     "asymmetric",
+    "coded_keys",
+    "coded_values",
     "decode",
     "encode",
     "pack",
