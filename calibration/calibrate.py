@@ -1,4 +1,4 @@
-"""`calibrate`: text in, statistics out; killed at any moment, resumed to the same bits."""
+"""`calibrate`: text in, statistics out; killed at any moment, resumed to the same bits, by one process or several."""
 
 import dataclasses
 import json
@@ -14,19 +14,32 @@ from safetensors.torch import save
 
 from quantsink.apply import check_unquantized
 from quantsink.architecture import Architecture
-from quantsink.calibration.calibration import FACTS, PARTIAL, SCHEMA, Calibration, Domain, Settings, Statistics
+from quantsink.calibration.calibration import (
+    FACTS,
+    PARTIAL,
+    SCHEMA,
+    Calibration,
+    Domain,
+    Settings,
+    Statistics,
+    partials,
+)
 from quantsink.calibration.collect import FIRST_ROW, Collector, collecting
+from quantsink.calibration.processes import ALONE, Processes
+from quantsink.calibration.statistics import Fields
 from quantsink.calibration.text import Windows, parse_spec, sample_self, windows
 from quantsink.errors import CalibrationError, DataError, UsageError
 from quantsink.files import write_bytes
-from quantsink.source import check_length, check_vocabulary, model_fingerprint, tokenizer_fingerprint
+from quantsink.source import check_length, check_vocabulary, input_device, model_fingerprint, tokenizer_fingerprint
 
 DEFAULT_DATA = ("builtin:prose", "builtin:code")
 SAVE_EVERY = 10.0
-"""Seconds between two saves of the partial statistics."""
+"""Seconds between two saves of the partial statistics, at least."""
+SAVE_SHARE = 0.05
+"""Largest share of the time that saving may take."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the domain, windows done and windows in all."""
+"""Called with the domain, windows done and windows in all; of several processes by the first alone."""
 
 
 def read_windows(
@@ -69,6 +82,7 @@ def calibrate(
     resume: bool = False,
     progress: Progress | None = None,
     name: str | None = None,
+    processes: Processes = ALONE,
 ) -> Calibration:
     """Measure every attention head and linear layer of `model` on text.
 
@@ -82,11 +96,13 @@ def calibrate(
         bos: False leaves the BOS token out, for models that were trained without one.
         folder: where the partial state is kept, so that `resume` can go on after a kill; the result is not saved here.
         resume: go on with the partial state in `folder`.
+        processes: of `launched()`, where several share the windows; each returns the whole calibration.
 
     Raises:
         UsageError, DataError: options or text that cannot be used.
         ArchitectureError, ModelError: a model that is not understood, or quantized already.
-        CalibrationError: `resume` with another model, text or settings than the partial state's.
+        CalibrationError: `resume` with another model, text, settings or number of processes than the partial state's;
+            processes that do not read the same model or text.
     """
     check_unquantized(model)
     architecture = Architecture.of(model)
@@ -109,27 +125,32 @@ def calibrate(
     facts = _Facts(
         model_fingerprint(model), tokenizer_fingerprint(tokenizer), settings, _domains(texts), texts[0][1].bos
     )
-    state = _State(Path(folder) / PARTIAL if folder is not None else None, facts)
+    state = _State(Path(folder) if folder is not None else None, facts, processes)
+    processes.check_same(state.identity)
     options = {"sink_size": sink_size, "query_rows": query_rows, "error_windows": error_windows}
+    options |= {"first": processes.rank, "step": processes.world}
     collectors = {text.name: Collector(model, architecture, **options) for _, text in texts}  # type: ignore[arg-type]
     if resume:
-        finished = state.finished()
+        finished = processes.from_first(state.finished() if processes.first else None)
         if finished is not None:
             return finished
         state.read(collectors)
-    device = next(model.parameters()).device
+    device = input_device(model)
     for _, text in texts:
         collector = collectors[text.name]
         with collecting(collector):
-            for ids in text.ids[collector.windows :]:
+            for ids in text.ids[processes.rank :: processes.world][collector.windows :]:
                 collector.run(ids[None].to(device))
                 state.save(collectors)
-                if progress is not None:
-                    progress(text.name, collector.windows, len(text.ids))
+                processes.stop_if_another_failed()
+                if progress is not None and processes.first:
+                    progress(text.name, min(collector.windows * processes.world, len(text.ids)), len(text.ids))
+    for part in collectors.values():
+        processes.merge([fields for group in _groups(part) for fields in group.values()])
     for name, part in collectors.items():
         if not any(bool(fields["rows"].any()) for fields in part.heads.values()):
             raise DataError(f"data {name!r}: no window is longer than {FIRST_ROW} tokens; give longer text")
-    statistics = {name: Statistics(part.heads, part.linears) for name, part in collectors.items()}
+    statistics = {name: Statistics(part.heads, part.linears, part.experts) for name, part in collectors.items()}
     return Calibration(
         architecture.model_type,
         label,
@@ -160,12 +181,17 @@ class _Facts:
 
 
 class _State:
-    """The partial statistics on disk: one safetensors file, written whole, with what it belongs to in its metadata."""
+    """The partial statistics on disk: each process's safetensors file, written whole, with what it belongs to in its
+    metadata.
+    """
 
-    def __init__(self, path: Path | None, facts: _Facts) -> None:
-        self.path, self.facts, self.saved = path, facts, time.monotonic()
+    def __init__(self, folder: Path | None, facts: _Facts, processes: Processes) -> None:
+        own = PARTIAL if processes.first else f"partial-{processes.rank}-of-{processes.world}.safetensors"
+        self.folder, self.path = folder, folder / own if folder is not None else None
+        self.facts, self.due = facts, time.monotonic() + SAVE_EVERY
         self.identity = {
             "schema": str(SCHEMA),
+            "number of processes": str(processes.world),
             "model": facts.model[0],
             "tokenizer": facts.tokenizer,
             "versions of torch and transformers": f"{torch.__version__} {transformers.__version__}",
@@ -174,18 +200,20 @@ class _State:
         }
 
     def save(self, collectors: dict[str, Collector]) -> None:
-        if self.path is None or time.monotonic() - self.saved < SAVE_EVERY:
+        started = time.monotonic()
+        if self.path is None or started < self.due:
             return
         tensors = {f"{d}/{key}": value for d, c in collectors.items() for key, value in _tensors(c).items()}
         done = {domain: collector.windows for domain, collector in collectors.items()}
         write_bytes(self.path, save(tensors, {**self.identity, "windows": json.dumps(done)}))
-        self.saved = time.monotonic()
+        ended = time.monotonic()
+        self.due = ended + max(SAVE_EVERY, (ended - started) / SAVE_SHARE)
 
     def finished(self) -> Calibration | None:
         """The calibration that lies complete in the folder already, where it is the one that was asked for."""
-        if self.path is None or self.path.is_file() or not (self.path.parent / FACTS).is_file():
+        if self.folder is None or partials(self.folder) or not (self.folder / FACTS).is_file():
             return None
-        found = Calibration.load(self.path.parent)
+        found = Calibration.load(self.folder)
         same = {
             "model": found.fingerprint == self.facts.model,
             "tokenizer": found.tokenizer_fingerprint == self.facts.tokenizer,
@@ -194,9 +222,7 @@ class _State:
         }
         for key, good in same.items():
             if not good:
-                raise CalibrationError(
-                    f"{self.path.parent}: finished with another {key}; choose another -o or pass --force"
-                )
+                raise CalibrationError(f"{self.folder}: finished with another {key}; choose another -o or pass --force")
         return found
 
     def read(self, collectors: dict[str, Collector]) -> None:
@@ -214,7 +240,7 @@ class _State:
                 done = json.loads(metadata["windows"])
                 for domain, collector in collectors.items():
                     collector.windows = done[domain]
-                    for group in (collector.heads, collector.linears):
+                    for group in _groups(collector):
                         for module, fields in group.items():
                             for field in fields:
                                 fields[field] = file.get_tensor(f"{domain}/{module}/{field}").clone()
@@ -222,10 +248,14 @@ class _State:
             raise CalibrationError(f"{self.path}: damaged: {error}; start again with --force") from error
 
 
+def _groups(collector: Collector) -> tuple[dict[str, Fields], ...]:
+    return collector.heads, collector.linears, collector.experts
+
+
 def _tensors(collector: Collector) -> dict[str, torch.Tensor]:
     return {
         f"{module}/{field}": value.contiguous()
-        for group in (collector.heads, collector.linears)
+        for group in _groups(collector)
         for module, fields in group.items()
         for field, value in fields.items()
     }

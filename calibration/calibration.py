@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,26 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from quantsink.architecture import Architecture, AttentionLayer
-from quantsink.calibration.statistics import BINS, FAR_WINDOWS, Fields, empty_heads, empty_linear, merge
+from quantsink.architecture import Architecture, AttentionLayer, HeadSlices
+from quantsink.calibration.statistics import (
+    BINS,
+    FAR_WINDOWS,
+    Fields,
+    empty_experts,
+    empty_heads,
+    empty_linear,
+    merge,
+)
 from quantsink.errors import CalibrationError
 from quantsink.files import contents, disk_errors, write_bytes, write_json
 from quantsink.kernels import Route
 from quantsink.plan import CachePlan
 from quantsink.source import model_fingerprint
 
-SCHEMA = 2
+SCHEMA = 3
 TENSORS, FACTS = "calibration.safetensors", "calibration.json"
 PARTIAL = "partial.safetensors"
+_PARTIAL_NAME = re.compile(r"partial(-\d+-of-\d+)?\.safetensors")
 PICTURES = ("bos_mass.png", "entropy.png")
 LEVELS = {"sink": 0.3, "strong": 0.8, "dormant": 0.98}
 """Report levels of BOS mass."""
@@ -66,6 +76,8 @@ class Head:
     bos_mass: float
     bos_mass_std: float
     sink_mass: float
+    last_mass: float | None
+    """On the last token, where an encoder puts [SEP]; None for a causal head."""
     entropy: float
     entropy_std: float
     logit_max: float
@@ -99,10 +111,14 @@ class KVHead:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Fields of `quantsink.calibration.statistics` by attention module and by linear layer."""
+    """Fields of `quantsink.calibration.statistics` by attention module, by linear layer and by experts module."""
 
     heads: Mapping[str, Fields]
     linears: Mapping[str, Fields]
+    experts: Mapping[str, Fields] = dataclasses.field(default_factory=dict)
+
+    def groups(self) -> dict[str, Mapping[str, Fields]]:
+        return {"heads": self.heads, "linears": self.linears, "experts": self.experts}
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,11 +139,20 @@ class Calibration:
     @property
     def total(self) -> Statistics:
         """All domains together."""
-        parts = list(self.statistics.values())
+        parts = [part.groups() for part in self.statistics.values()]
         return Statistics(
-            {name: merge(dict(part.heads[name]) for part in parts) for name in parts[0].heads},
-            {name: merge(dict(part.linears[name]) for part in parts) for name in parts[0].linears},
+            *(
+                {name: merge(dict(part[group][name]) for part in parts) for name in modules}
+                for group, modules in parts[0].items()
+            )
         )
+
+    def unused_experts(self) -> list[str]:
+        """`module.number` of every expert that no token was sent to."""
+        total = self.total.experts
+        return [
+            f"{name}.{i}" for name, fields in total.items() for i in (fields["tokens"] == 0).nonzero()[:, 0].tolist()
+        ]
 
     def heads(self, sink_threshold: float = 0.3, entropy_threshold: float = 1.0) -> list[Head]:
         """Every query head, in order of layer and head; `sink` by BOS mass (or sink mass) and normalized entropy."""
@@ -138,7 +163,7 @@ class Calibration:
             split = {domain: head_means(stats.heads[layer.name]) for domain, stats in self.statistics.items()}
             for head in range(layer.heads):
                 value = {name: float(tensor[head]) for name, tensor in whole.items()}
-                mass = max(value["bos_mass"], value["sink_mass"])
+                mass = max(value["bos_mass"], value["sink_mass"], 0.0 if layer.causal else value["last_mass"])
                 sink = mass >= sink_threshold and value["entropy"] <= entropy_threshold
                 by_domain = {
                     domain: {key: float(means[key][head]) for key in ("bos_mass", "entropy")}
@@ -154,6 +179,7 @@ class Calibration:
                         bos_mass=value["bos_mass"],
                         bos_mass_std=value["bos_mass_std"],
                         sink_mass=value["sink_mass"],
+                        last_mass=None if layer.causal else value["last_mass"],
                         entropy=value["entropy"],
                         entropy_std=value["entropy_std"],
                         logit_max=value["logit_max"],
@@ -205,14 +231,15 @@ class Calibration:
             (folder / FACTS).unlink(missing_ok=True)  # a kill from here on leaves no old facts beside new tensors
         write_bytes(folder / TENSORS, save(self.tensors()))
         write_json(folder / FACTS, self.facts())
-        (folder / PARTIAL).unlink(missing_ok=True)
+        for path in partials(folder):
+            path.unlink(missing_ok=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every statistic as `domain/heads|linears/module/field`."""
         return {
             f"{domain}/{group}/{name}/{field}": value.contiguous()
             for domain, stats in self.statistics.items()
-            for group, modules in (("heads", stats.heads), ("linears", stats.linears))
+            for group, modules in stats.groups().items()
             for name, fields in modules.items()
             for field, value in fields.items()
         }
@@ -227,6 +254,7 @@ class Calibration:
             "settings": dataclasses.asdict(self.settings),
             "domains": [dataclasses.asdict(domain) for domain in self.domains],
             "layers": [dataclasses.asdict(layer) for layer in self.layers],
+            "unused_experts": self.unused_experts(),
             "heads": [dataclasses.asdict(head) for head in self.heads()],
             "kv_heads": [dataclasses.asdict(head) for head in self.kv_heads()],
         }
@@ -247,7 +275,7 @@ class Calibration:
         except (OSError, SafetensorError) as error:
             raise CalibrationError(f"{folder / TENSORS}: cannot be read: {error}; calibrate again") from error
         try:
-            layers = tuple(AttentionLayer(**layer) for layer in facts["layers"])
+            layers = tuple(_read_layer(layer) for layer in facts["layers"])
             domains = tuple(Domain(**domain) for domain in facts["domains"])
             statistics = {domain.name: _read_domain(domain.name, layers, tensors) for domain in domains}
             calibration = cls(
@@ -275,7 +303,9 @@ class Calibration:
     def check_model(self, fingerprint: tuple[str, str], architecture: Architecture, place: str) -> None:
         """Refuse a model with other weights, heads or layers than the calibrated one's."""
         linears = {name for stats in self.statistics.values() for name in stats.linears}
-        if self.layers != architecture.attentions or linears != set(architecture.linears):
+        experts = {name for stats in self.statistics.values() for name in stats.experts}
+        same = [layer.outline for layer in self.layers] == [layer.outline for layer in architecture.attentions]
+        if not same or linears != set(architecture.linears) or experts != {e.name for e in architecture.experts}:
             raise CalibrationError(f"{place}: its layers are not those in {FACTS}; calibrate this model")
         if not set(fingerprint) & set(self.fingerprint):
             raise CalibrationError(
@@ -285,14 +315,19 @@ class Calibration:
 
 def is_calibration(folder: Path) -> bool:
     """Whether a folder holds a calibration, finished or not, and nothing else."""
-    return contents(folder) <= {TENSORS, FACTS, PARTIAL, *PICTURES}
+    return contents(folder) - {path.name for path in partials(folder)} <= {TENSORS, FACTS, *PICTURES}
+
+
+def partials(folder: Path) -> list[Path]:
+    """What an unfinished calibration left in a folder, one file for each process that had begun."""
+    return [path for path in folder.glob("partial*.safetensors") if _PARTIAL_NAME.fullmatch(path.name)]
 
 
 def head_means(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Means, spreads and relative errors `[H]` from summed statistics; NaN where no row was counted."""
     rows, windows = fields["rows"], fields["windows"]
     energy = fields["output_energy"]
-    means = {name: fields[name] / rows for name in ("bos_mass", "sink_mass", "entropy", "rest_peak")}
+    means = {name: fields[name] / rows for name in ("bos_mass", "sink_mass", "last_mass", "entropy", "rest_peak")}
     for name in ("bos_mass", "entropy"):
         variance = fields[f"{name}_window_sq"] / windows - (fields[f"{name}_window"] / windows) ** 2
         means[f"{name}_std"] = variance.clamp(min=0).sqrt()
@@ -326,16 +361,28 @@ def _read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
+def _read_layer(data: dict[str, Any]) -> AttentionLayer:
+    slices = {
+        part: HeadSlices(**{**data[part], "starts": tuple(data[part]["starts"])}) for part in ("q", "k", "v", "o")
+    }
+    return AttentionLayer(**{**data, **slices})
+
+
 def _read_domain(domain: str, layers: tuple[AttentionLayer, ...], tensors: Mapping[str, torch.Tensor]) -> Statistics:
-    linear_prefix = f"{domain}/linears/"
-    names = sorted({key[len(linear_prefix) :].rpartition("/")[0] for key in tensors if key.startswith(linear_prefix)})
     heads = {layer.name: _fields(f"{domain}/heads/{layer.name}", empty_heads(layer), tensors) for layer in layers}
-    linears = {}
-    for name in names:
-        first = tensors.get(f"{linear_prefix}{name}/input_amax")
-        size = first.numel() if first is not None else 0
-        linears[name] = _fields(f"{linear_prefix}{name}", empty_linear(size), tensors)
-    return Statistics(heads, linears)
+    linears = _by_size(f"{domain}/linears/", "input_amax", empty_linear, tensors)
+    return Statistics(heads, linears, _by_size(f"{domain}/experts/", "tokens", empty_experts, tensors))
+
+
+def _by_size(
+    prefix: str, field: str, empty: Callable[[int], Fields], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Fields]:
+    """Every module under a prefix, as large as its `field` says."""
+    found = {}
+    for name in sorted({key[len(prefix) :].rpartition("/")[0] for key in tensors if key.startswith(prefix)}):
+        first = tensors.get(f"{prefix}{name}/{field}")
+        found[name] = _fields(f"{prefix}{name}", empty(first.numel() if first is not None else 0), tensors)
+    return found
 
 
 def _fields(prefix: str, like: Fields, tensors: Mapping[str, torch.Tensor]) -> Fields:
@@ -367,4 +414,5 @@ __all__ = [
     "Statistics",
     "head_means",
     "is_calibration",
+    "partials",
 ]

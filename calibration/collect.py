@@ -7,22 +7,21 @@ that was hooked is as before afterwards, also after an exception.
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from quantsink.architecture import Architecture, AttentionLayer
+from quantsink.architecture import Architecture, AttentionLayer, matrix, sizes
 from quantsink.calibration.statistics import (
     CodedPart,
     Fields,
     add,
     code_window,
+    empty_experts,
     empty_heads,
     empty_linear,
     measure_keys,
@@ -32,14 +31,12 @@ from quantsink.calibration.statistics import (
     measure_window,
 )
 from quantsink.errors import ArchitectureError, ModelError
+from quantsink.intercept import Attend, intercepting
 from quantsink.kernels import Route, sink_attention
 
-NAME = "quantsink_calibrate"
 FIRST_ROW = 16
 """Queries nearer than this to the first token do not count (docs/design.md)."""
 ROW_BLOCK = 64
-
-_ACTIVE: "weakref.WeakKeyDictionary[nn.Module, Callable[..., None]]" = weakref.WeakKeyDictionary()
 
 
 class Collector:
@@ -47,7 +44,8 @@ class Collector:
 
     Args:
         query_rows: query rows measured a window, evenly spread; None measures every row.
-        error_windows: windows in which the error of each route is measured as well.
+        error_windows: windows in which the error of each route is measured as well: the text's first ones.
+        first, step: of the text's windows it gets the `first` one and then every `step`-th.
     """
 
     def __init__(
@@ -58,12 +56,16 @@ class Collector:
         sink_size: int,
         query_rows: int | None = 64,
         error_windows: int = 8,
+        first: int = 0,
+        step: int = 1,
     ) -> None:
         self.model, self.architecture = model, architecture
         self.sink_size, self.query_rows, self.error_windows = sink_size, query_rows, error_windows
+        self.first, self.step = first, step
         modules = dict(model.named_modules())
         self.heads: dict[str, Fields] = {layer.name: empty_heads(layer) for layer in architecture.attentions}
-        self.linears: dict[str, Fields] = {n: empty_linear(modules[n].in_features) for n in architecture.linears}
+        self.linears: dict[str, Fields] = {n: empty_linear(sizes(modules[n])[1]) for n in architecture.linears}
+        self.experts: dict[str, Fields] = {e.name: empty_experts(e.count) for e in architecture.experts}
         self.windows = 0
         self._modules = modules
         self._gram: dict[str, Tensor] = {}
@@ -75,14 +77,18 @@ class Collector:
     def run(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
         """Measure one batch `[B, L]`; `attention_mask` `[B, L]` marks real tokens (1), in one run per row."""
         self._real = _real_ranges(ids, attention_mask)
+        self._length = ids.shape[1]
         self._seen.clear()
         decoder = self._modules[self.architecture.decoder]
-        decoder(input_ids=ids, attention_mask=attention_mask, use_cache=False)
+        options = {"use_cache": False} if self.architecture.causal else {}
+        decoder(input_ids=ids, attention_mask=attention_mask, **options)
         self._last = (None, {})
         silent = [layer.name for layer in self.architecture.attentions if layer.name not in self._seen]
         if silent:
             raise ArchitectureError(f"{silent[0]}: its attention did not go through transformers' attention interface")
         self.windows += len(ids)
+        if self.first + self.step * self.windows >= self.error_windows:
+            self._gram.clear()
 
     def attention(
         self,
@@ -106,16 +112,16 @@ class Collector:
             border = min(first + self.sink_size, end)
             sink[first:border] = True
             add(into, measure_keys(key[row][:, real], value[row][:, real], sink[real]))
-            rows = self._choose_rows(first, end, query.device)
+            rows = self._choose_rows(first + (FIRST_ROW if layer.causal else 0), end, query.device)
             if not len(rows):
                 continue
-            measured = self.windows + row < self.error_windows
+            measured = self.first + self.step * (self.windows + row) < self.error_windows
             parts = code_window(key[row], value[row], (first, border), end) if measured else []
             total: Fields = {}
             for block in rows.split(ROW_BLOCK):
-                visible = _visible(mask, row, block, key.shape[2])
+                visible = _visible(mask, row, block, key.shape[2], layer.causal)
                 s = _scores(query[row][:, block], key[row], scaling, softcap)
-                found = measure_rows(s, visible, block, (first, border), s_aux)
+                found = measure_rows(s, visible, block, (first, border), s_aux, None if layer.causal else end - 1)
                 add(into, found)
                 add(into, measure_queries(query[row][:, block], layer.kv_heads))
                 if measured:
@@ -125,8 +131,7 @@ class Collector:
                 total = {n: total[n] + v if n in total else v for n, v in found.items() if not n.endswith("max")}
             add(into, measure_window(total))
 
-    def _choose_rows(self, first: int, end: int, device: torch.device) -> Tensor:
-        start = first + FIRST_ROW
+    def _choose_rows(self, start: int, end: int, device: torch.device) -> Tensor:
         if self.query_rows is None or end - start <= self.query_rows:
             return torch.arange(start, max(end, start), device=device)
         return torch.linspace(start, end - 1, self.query_rows, device=device).round().long()
@@ -147,13 +152,15 @@ class Collector:
     ) -> dict[str, Tensor]:
         """Squared error of each head's output after the output projection, on the `int8` and on the `sink` route; and
         of each KV head's, with its keys and values as codes."""
-        weight = self._modules[layer.o].weight.detach().float().view(-1, layer.heads, layer.head_dim)
+        with align_module_device(self._modules[layer.o.module]):
+            weight = matrix(self._modules[layer.o.module]).detach().float()
+        weight = weight.reshape(-1, layer.heads, layer.value_dim)
         if layer.name not in self._gram:
             joint = weight.unflatten(1, (layer.kv_heads, -1)).flatten(2)
             self._gram[layer.name] = torch.einsum("okd,oke->kde", joint, joint)
         gram = self._gram[layer.name]
         group = layer.heads // layer.kv_heads
-        own = gram.view(-1, group, layer.head_dim, group, layer.head_dim).diagonal(dim1=1, dim2=3)
+        own = gram.view(-1, group, layer.value_dim, group, layer.value_dim).diagonal(dim1=1, dim2=3)
         first, end = real
         mean = k[0, :, min(first + self.sink_size, end - 1) : end].float().mean(1)
         start = torch.tensor([first], device=k.device)
@@ -168,6 +175,7 @@ class Collector:
                 key_mean=mean,
                 scaling=scaling,
                 mask=visible[None, None],
+                causal=layer.causal,
                 sink_size=self.sink_size,
                 sink_start=start,
                 softcap=softcap,
@@ -190,11 +198,13 @@ class Collector:
         return found
 
     def linear(self, name: str, x: Tensor) -> None:
-        """Called with the input `[B, L, K]` of each linear layer; layers that share an input share the work."""
+        """Called with the input `[B, L, K]` or `[B * L, K]` of each linear layer; a shared one is seen once."""
         last, found = self._last
         if last is not x:
-            if x.dim() != 3 or x.shape[0] != len(self._real):
+            given, batch = x, len(self._real)
+            if x.shape[:-1].numel() != batch * self._length:
                 raise ArchitectureError(f"{name}: its input {list(x.shape)} does not hold one row per token")
+            x = x.view(batch, self._length, x.shape[-1])
             found = {}
             for row, (first, end) in enumerate(self._real):
                 border = min(first + self.sink_size, end)
@@ -205,76 +215,75 @@ class Collector:
                         if field == "input_amax":
                             found["input_peak"] = found.get("input_peak", 0) + peak.double()
                             found["input_windows"] = found.get("input_windows", 0) + torch.ones(1)
-            self._last = (x, found)
+            self._last = (given, found)
         add(self.linears[name], found)
+
+    def routed(self, name: str, count: int, experts: Tensor) -> None:
+        """Called with the experts `[..., K]` that each token is sent to; numbers from `count` on mean none."""
+        own = experts.flatten()
+        add(self.experts[name], {"tokens": torch.bincount(own[own < count], minlength=count)})
 
 
 @contextlib.contextmanager
 def collecting(collector: Collector) -> Iterator[None]:
     """Route the model's attention and linear inputs through `collector` while the block runs."""
-    model = collector.model
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    training = {module: module.training for module in model.modules()}
+    architecture, modules = collector.architecture, collector._modules
     handles = []
     try:
-        model.eval()
-        for layer in collector.architecture.attentions:
-            _ACTIVE[collector._modules[layer.name]] = _for_layer(collector, layer)
-        for name in collector.architecture.linears:
-            handles.append(collector._modules[name].register_forward_pre_hook(_for_linear(collector, name)))
-        for config in configs.values():
-            config._attn_implementation_internal = NAME
-        yield
+        for name in architecture.linears:
+            handles.append(modules[name].register_forward_pre_hook(_for_linear(collector, name)))
+        for experts in architecture.experts:
+            hook = _for_experts(collector, experts.name, experts.count)
+            handles.append(modules[experts.name].register_forward_pre_hook(hook, with_kwargs=True))
+        attend = {modules[layer.name]: _for_layer(collector, layer) for layer in architecture.attentions}
+        with intercepting(collector.model, attend):
+            yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
         for handle in handles:
             handle.remove()
-        for layer in collector.architecture.attentions:
-            _ACTIVE.pop(collector._modules[layer.name], None)
-        for module, mode in training.items():
-            module.training = mode
-
-
-def _for_layer(collector: Collector, layer: AttentionLayer) -> Callable[..., None]:
-    return lambda *arguments: collector.attention(layer, *arguments)
 
 
 def _for_linear(collector: Collector, name: str) -> Callable[..., None]:
     return lambda _, arguments: collector.linear(name, arguments[0])
 
 
-def _forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    measure = _ACTIVE.get(module)
-    if measure is not None:
-        measure(query, key, value, attention_mask, scaling, softcap, s_aux)
-    if softcap is None and s_aux is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    out = sink_attention(
-        query,
-        key,
-        value,
-        routes=torch.full((query.shape[1],), int(Route.NATIVE), device=query.device),
-        key_mean=torch.zeros(key.shape[1], key.shape[3], device=key.device),
-        scaling=scaling,
-        mask=attention_mask,
-        softcap=softcap,
-        s_aux=s_aux,
-    )
-    return out.transpose(1, 2).contiguous(), None
+def _for_experts(collector: Collector, name: str, count: int) -> Callable[..., None]:
+    """The second argument of an experts module says where tokens go, whatever its name."""
+    return lambda _, args, kwargs: collector.routed(name, count, [*args, *kwargs.values()][1])
+
+
+def _for_layer(collector: Collector, layer: AttentionLayer) -> Attend:
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        collector.attention(layer, query, key, value, attention_mask, scaling, softcap, s_aux)
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        out = sink_attention(
+            query,
+            key,
+            value,
+            routes=torch.full((query.shape[1],), int(Route.NATIVE), device=query.device),
+            key_mean=torch.zeros(key.shape[1], key.shape[3], device=key.device),
+            scaling=scaling,
+            mask=attention_mask,
+            causal=layer.causal,
+            softcap=softcap,
+            s_aux=s_aux,
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    return attend
 
 
 def _finite(x: Tensor) -> bool:
@@ -290,9 +299,11 @@ def _scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tens
     return torch.tanh(s / softcap) * softcap if softcap else s
 
 
-def _visible(mask: Tensor | None, row: int, rows: Tensor, keys: int) -> Tensor:
+def _visible(mask: Tensor | None, row: int, rows: Tensor, keys: int, causal: bool) -> Tensor:
     if mask is not None:
         return mask[min(row, len(mask) - 1), 0][rows]
+    if not causal:
+        return torch.ones(len(rows), keys, dtype=torch.bool, device=rows.device)
     return torch.arange(keys, device=rows.device) <= rows[:, None]
 
 
@@ -307,7 +318,3 @@ def _real_ranges(ids: Tensor, mask: Tensor | None) -> list[tuple[int, int]]:
             raise ValueError("attention_mask: the real tokens of a row must be one unbroken run")
         ranges.append((first, end))
     return ranges
-
-
-ALL_ATTENTION_FUNCTIONS.register(NAME, _forward)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

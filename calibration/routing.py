@@ -38,7 +38,7 @@ def plan(calibration: Calibration, recipe: str | Recipe = "w8a8") -> Plan:
             f"recipe: sink_size {recipe.sink_size}, calibrated with {sink_size}; calibrate with --sink-size"
         )
     total = calibration.total
-    names = [*total.linears, *(layer.name for layer in calibration.layers)]
+    names = [*total.linears, *total.experts, *(layer.name for layer in calibration.layers)]
     for pattern in recipe.exclude:
         if not any(matches(name, pattern) for name in names):
             raise RecipeError(
@@ -64,10 +64,14 @@ def plan(calibration: Calibration, recipe: str | Recipe = "w8a8") -> Plan:
             if not excluded(name, recipe.exclude):
                 rows, columns = slices.get(name, ((), ()))
                 linears[name] = plan_linear(name, fields, recipe.activations, rows, columns, notes)
+    experts = tuple(name for name in total.experts if recipe.weights == "int8" and not excluded(name, recipe.exclude))
+    unused = [place for place in calibration.unused_experts() if place.rpartition(".")[0] in experts]
+    if unused:
+        notes.append(f"{len(unused)} experts were sent no token in calibration: {', '.join(unused)}")
     cache = None
     if recipe.kv_cache.bits is not None:
         cache = cache_plan(calibration, **cache_options(recipe.kv_cache))
-    return Plan(recipe, sink_size, linears, attentions, cache, tuple(notes))
+    return Plan(recipe, sink_size, linears, attentions, experts, cache, tuple(notes))
 
 
 def choose_routes(calibration: Calibration, recipe: Recipe) -> dict[Place, Route]:
@@ -113,15 +117,12 @@ def native_slices(
     for layer in layers:
         native = [head for head in range(layer.heads) if routes[layer.index, head] is Route.NATIVE]
         groups = sorted({layer.kv_head(head) for head in native})
-        of_heads, of_groups = _channels(native, layer.head_dim), _channels(groups, layer.head_dim)
-        slices[layer.q] = (of_heads, ())
-        slices[layer.k] = slices[layer.v] = (of_groups, ())
-        slices[layer.o] = ((), of_heads)
+        rows: dict[str, set[int]] = {}
+        for part, heads in ((layer.q, native), (layer.k, groups), (layer.v, groups)):
+            rows.setdefault(part.module, set()).update(part.channels(heads))
+        slices |= {name: (tuple(sorted(channels)), ()) for name, channels in rows.items()}
+        slices[layer.o.module] = ((), layer.o.channels(native))
     return slices
-
-
-def _channels(heads: list[int], head_dim: int) -> tuple[int, ...]:
-    return tuple(head * head_dim + i for head in heads for i in range(head_dim))
 
 
 def plan_linear(

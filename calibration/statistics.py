@@ -32,6 +32,7 @@ SUMS = (
     "rows",
     "bos_mass",
     "sink_mass",
+    "last_mass",
     "entropy",
     "windows",
     "bos_mass_window",
@@ -57,6 +58,7 @@ SUMS = (
     "far_rows",
     "input_peak",
     "input_windows",
+    "tokens",
 )
 MAXIMA = (
     "logit_max",
@@ -77,9 +79,9 @@ Fields = dict[str, Tensor]
 def empty_heads(layer: AttentionLayer) -> Fields:
     """Nothing measured yet: zeros for sums, -inf for extremes.
 
-    `rows [H]` counted query rows; `bos_mass`, `sink_mass`, `entropy [H]` their sums over rows; `*_window*` sums
-    over sequences of a sequence's mean and its square; `gap_count`, `gap_mass [H, 81]` pairs and weight by distance
-    below the row's maximum; `rest_peak` row maximum of the weights without the sink; `key_sum [KVH, D]`, `key_count
+    `rows [H]` counted query rows; `bos_mass`, `sink_mass`, `last_mass` (encoders), `entropy [H]` sums over rows;
+    `*_window*` sums over sequences of a sequence's mean and its square; `gap_count`, `gap_mass [H, 81]` pairs and
+    weight by distance below the row's maximum; `rest_peak` row maximum of the weights without the sink; `key_sum [KVH, D]`, `key_count
     [KVH]` without sink tokens; ranges with (`*_sink_*`: the sink tokens alone) and without; `error_* [H]` squared
     error of the attention output, after the output projection, on each route, and `output_energy [H]` the layer's
     squared output; `kv_error`, `kv_error_no_sink [KVH, 4]`, `kv_rows`, `kv_energy [KVH]` as `measure_kv` has them;
@@ -87,14 +89,16 @@ def empty_heads(layer: AttentionLayer) -> Fields:
     `far_rows [H, 5]` the rows that see such keys; `query_gram [KVH, D, D]`, `query_rows [KVH]` as `measure_queries`.
     """
     h, kv, d = (layer.heads,), (layer.kv_heads,), (layer.kv_heads, layer.head_dim)
-    shapes: dict[str, tuple[int, ...]] = {name: h for name in SUMS if not name.startswith("input")}
+    values = (layer.kv_heads, layer.value_dim)
+    shapes: dict[str, tuple[int, ...]] = {name: h for name in SUMS if not name.startswith(("input", "tokens"))}
     shapes |= {"gap_count": (*h, BINS), "gap_mass": (*h, BINS), "key_sum": d, "key_count": kv}
     shapes |= {name: (*kv, len(WIDTHS)) for name in ("kv_error", "kv_error_no_sink")}
     shapes |= {"kv_rows": kv, "kv_energy": kv, "query_gram": (*d, layer.head_dim), "query_rows": kv}
     shapes |= {name: (*h, len(FAR_WINDOWS)) for name in ("far_mass", "far_rows")}
     fields = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     ranges: dict[str, tuple[int, ...]] = {"logit_max": h, "rest_peak_max": h}
-    ranges |= {name: d for name in MAXIMA if name.startswith(("key", "value"))}
+    ranges |= {name: d for name in MAXIMA if name.startswith("key")}
+    ranges |= {name: values for name in MAXIMA if name.startswith("value")}
     return fields | {name: torch.full(shape, -torch.inf, dtype=torch.float64) for name, shape in ranges.items()}
 
 
@@ -106,6 +110,11 @@ def empty_linear(inputs: int) -> Fields:
         "input_peak": torch.zeros(inputs, dtype=torch.float64),
         "input_windows": torch.zeros(1, dtype=torch.float64),
     }
+
+
+def empty_experts(count: int) -> Fields:
+    """`tokens` `[E]` sent to each expert."""
+    return {"tokens": torch.zeros(count, dtype=torch.float64)}
 
 
 def add(into: Fields, new: Mapping[str, Tensor]) -> None:
@@ -125,7 +134,12 @@ def merge(parts: Iterable[Mapping[str, Tensor]]) -> Fields:
 
 
 def measure_rows(
-    scores: Tensor, visible: Tensor, rows: Tensor, sink: tuple[int, int], s_aux: Tensor | None = None
+    scores: Tensor,
+    visible: Tensor,
+    rows: Tensor,
+    sink: tuple[int, int],
+    s_aux: Tensor | None = None,
+    last: int | None = None,
 ) -> dict[str, Tensor]:
     """Statistics of a block of query rows.
 
@@ -135,6 +149,7 @@ def measure_rows(
         rows: `[Q]` the queries' own columns.
         sink: columns from the first real token to behind the last sink token.
         s_aux: `[H]` learned sink logits, part of the denominator.
+        last: column of the last real token, where an encoder's queries see it.
     """
     heads, queries, _ = scores.shape
     first, border = sink
@@ -164,6 +179,7 @@ def measure_rows(
         "rows": torch.full((heads,), float(queries)),
         "bos_mass": weights[..., first].double().sum(-1),
         "sink_mass": weights[..., first:border].double().sum((-2, -1)),
+        "last_mass": torch.zeros(heads) if last is None else weights[..., last].double().sum(-1),
         "entropy": entropy.double().sum(-1),
         "logit_max": peak.amax((-2, -1)),
         "gap_count": count,

@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from quantsink.context import cache_argument
 from quantsink.errors import DataError, UsageError
+from quantsink.source import input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -225,9 +226,9 @@ def _continue(
     """Ancestral sampling from ids [B, 1] to [B, length] by logits + bias [V], with the KV cache."""
     cache = DynamicCache(config=model.config)
     arguments = {cache_argument(model): cache, "use_cache": True}
-    step = ids
+    step, device = ids, input_device(model)
     while ids.shape[1] < length:
-        output: Any = model(input_ids=step.to(model.device), **arguments)
+        output: Any = model(input_ids=step.to(device), **arguments)
         weights = (output.logits[:, -1, : len(bias)].float().cpu() + bias).softmax(-1)
         if not torch.isfinite(weights).all():
             raise DataError(f"data 'self': logits at position {ids.shape[1]} are not finite; use another dtype")

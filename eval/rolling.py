@@ -122,12 +122,13 @@ def check_rolling(model: Any, stream: Stream) -> None:
     Raises:
         UsageError: more tokens than the model was made for, or too few for a chunk. ArchitectureError: as `SinkCache`.
     """
-    from quantsink.cache import SinkCache, attention_modules, shape_of
+    from quantsink.architecture import attention_layers
+    from quantsink.cache import SinkCache
     from quantsink.cache_layer import SinkLayer
     from quantsink.calibration.cache_plan import SINKS
 
     check_length(model, stream.max_length, "--rolling-length")
-    heads = {name: shape_of(module)[1] for name, module in attention_modules(model)}
+    heads = {layer.name: layer.kv_heads for layer in attention_layers(model)}
     layers = {name: CacheLayerPlan((stream.bits,) * count, (0,) * count) for name, count in heads.items()}
     with _attention_restored(model):
         cache = SinkCache(model, CachePlan(SINKS, 64, stream.max_length, layers))

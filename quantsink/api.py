@@ -12,7 +12,7 @@ from quantsink.calibration.routing import plan
 from quantsink.checkpoint import load, save
 from quantsink.integration import QuantSinkConfig, finish
 from quantsink.recipe import Recipe
-from quantsink.source import model_fingerprint
+from quantsink.source import check_not_offloaded, model_fingerprint
 
 __all__ = ["Calibration", "Recipe", "SinkCache", "calibrate", "load", "quantize", "save"]
 
@@ -26,10 +26,12 @@ def quantize(model: Any, calibration: Calibration | str | Path, recipe: str | Pa
         recipe: a preset (`w8a16`, `w8a8`, `w8a8-static`), a JSON file, or a `Recipe`.
 
     Raises:
-        ModelError: quantized already. CalibrationError: calibrated on other weights. RecipeError: a bad recipe.
+        ModelError: quantized already, or offloaded. CalibrationError: calibrated on other weights.
+        RecipeError: a bad recipe.
         The model has not been changed then.
     """
     check_unquantized(model)
+    check_not_offloaded(model)
     found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
     decided = plan(found, Recipe.load(recipe))
     found.check_model(model_fingerprint(model), Architecture.of(model), type(model).__name__)

@@ -1,18 +1,23 @@
 """Apply a plan to a model: the only place where modules are exchanged, at quantization and at reload alike."""
 
+import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from quantsink.architecture import Architecture, output_head
+from quantsink.architecture import Architecture, device_of, matrix, output_head, sizes
 from quantsink.attention import NAME, TABLE, AttentionTable
 from quantsink.cache import install, rules
 from quantsink.context import TokenContext
 from quantsink.errors import ModelError, QuantSinkError
+from quantsink.experts import ExpertWeights, index_experts, put
 from quantsink.linear import QuantizedLinear
 from quantsink.plan import Plan, head_plan
+
+log = logging.getLogger(__name__)
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -32,10 +37,15 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     for layer in architecture.attentions:
         if layer.name in plan.attentions:
             table = AttentionTable.of(layer, plan.attentions[layer.name], plan.recipe.attention, context)
-            modules[layer.name].add_module(TABLE, table.to(modules[layer.q].weight.device))
+            modules[layer.name].add_module(TABLE, table.to(device_of(modules[layer.q.module])))
+    warn_of_zeros({name: dead_channels(matrix(modules[name])) for name in plan.linears})
     with torch.no_grad():
         for name, linear_plan in plan.linears.items():
             replace(model, name, QuantizedLinear.of(name, modules[name], linear_plan, context))
+        for experts in architecture.experts:
+            if experts.name in plan.experts:
+                put(modules[experts.name], experts, ExpertWeights.of)
+                index_experts(model)
         if head is not None:
             replace(model, head, QuantizedLinear.of(head, modules[head], head_plan(plan.recipe), context))
             untie(model, head)
@@ -44,6 +54,19 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     if plan.attentions or plan.cache is not None:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
     return model
+
+
+def dead_channels(weight: Tensor) -> int:
+    """Output channels that hold only zeros; of a weight without data, none."""
+    return 0 if weight.is_meta else int((weight == 0).all(1).sum())
+
+
+def warn_of_zeros(dead: Mapping[str, int]) -> None:
+    """Dead channels are quantized exactly, but who trained them may not know of them."""
+    found = [f"{name} ({count})" for name, count in dead.items() if count]
+    if found:
+        more = f" and {len(found) - 3} more layers" if len(found) > 3 else ""
+        log.warning("output channels that hold only zeros: %s%s", ", ".join(found[:3]), more)
 
 
 def _check_plan(model: Any, architecture: Architecture, plan: Plan, modules: dict[str, Any]) -> None:
@@ -56,15 +79,18 @@ def _check_plan(model: Any, architecture: Architecture, plan: Plan, modules: dic
             raise QuantSinkError(f"{name}: the plan's heads {shape} are not the model's; calibrate this model again")
         if not all(math.isfinite(value) for row in attention.key_mean for value in row):
             raise QuantSinkError(f"{name}: the plan's mean key is not finite; calibrate this model again")
+    unknown = set(plan.experts) - {experts.name for experts in architecture.experts}
+    if unknown:
+        raise QuantSinkError(f"{min(unknown)}: in the plan but no experts of the model; calibrate this model again")
     if plan.cache is not None:
         rules(model, plan.cache)
     known = set(architecture.linears)
     for name, linear in plan.linears.items():
         if name not in known:
             raise QuantSinkError(f"{name}: in the plan but no linear layer of the model; calibrate this model again")
-        weight = modules[name].weight
+        outputs, inputs = sizes(modules[name])
         rows, columns = max(linear.native_rows, default=0), max(linear.native_columns, default=0)
-        if rows >= weight.shape[0] or columns >= weight.shape[1]:
+        if rows >= outputs or columns >= inputs:
             raise QuantSinkError(f"{name}: the plan is for another size; calibrate this model again")
         if not (0 < linear.input_scale < math.inf and 0 < linear.sink_scale < math.inf):
             raise QuantSinkError(f"{name}: the plan's scales must be positive and finite; calibrate this model again")
@@ -95,7 +121,9 @@ def check_unquantized(model: nn.Module) -> None:
     """Refuse a model whose weights are quantized already; quantizing twice loses accuracy without a trace."""
     config = getattr(model, "config", None)
     method = getattr(config, "quantization_config", None) or getattr(model, "quantization_method", None)
-    if method or any(isinstance(module, QuantizedLinear | AttentionTable) for module in model.modules()):
+    if method or any(
+        isinstance(module, QuantizedLinear | AttentionTable | ExpertWeights) for module in model.modules()
+    ):
         raise ModelError(f"{type(model).__name__}: already quantized; load the original model instead")
 
 

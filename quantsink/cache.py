@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
+from quantsink.architecture import attention_layers
 from quantsink.attention import NAME
 from quantsink.cache_bank import LayerRule
 from quantsink.cache_layer import SinkLayer
@@ -285,14 +286,18 @@ def rules(model: Any, plan: CachePlan) -> list[tuple[nn.Module, LayerRule | None
     Raises:
         CacheError, ArchitectureError: as `SinkCache`.
     """
-    modules = attention_modules(model)
+    layers = attention_layers(model)
     kinds, options = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    unknown = set(plan.layers) - {name for name, _ in modules}
+    unknown = set(plan.layers) - {layer.name for layer in layers}
     if unknown:
         raise CacheError(f"{sorted(unknown)[0]}: in the plan but not in the model; the plan is for another model")
     found: list[tuple[nn.Module, LayerRule | None, LayerPolicy]] = []
-    for index, ((name, module), kind, option) in enumerate(zip(modules, kinds, options, strict=True)):
-        head_dim, kv_heads = shape_of(module)
+    for layer, kind, option in zip(layers, kinds, options, strict=True):
+        name, index, head_dim, kv_heads = layer.name, layer.index, layer.head_dim, layer.kv_heads
+        module = model.get_submodule(name)
+        if not layer.causal or (layer.k.size, layer.value_dim) != (head_dim, head_dim):
+            why = "an encoder's attention" if not layer.causal else "latent attention, whose cache holds no keys"
+            raise ArchitectureError(f"{model.config.model_type}: {name}: SinkCache does not know {why}")
         if kind == "sliding_attention":
             window, bits = option["sliding_window"], 8.0 * model.dtype.itemsize
             found.append((module, None, LayerPolicy(name, "window", kv_heads, head_dim, (), (window,), bits)))
@@ -326,8 +331,7 @@ def install(model: Any, plan: CachePlan) -> None:
         if rule is not None and plan.rounding == "query" and not isinstance(getattr(module, TABLE, None), CacheTable):
             metric_of(module, rule, plan)
             table = CacheTable(rule.kv_heads, rule.head_dim)
-            projection: Any = module.k_proj
-            table.query_gram = plan.query_gram[rule.name].to(projection.weight.device)
+            table.query_gram = plan.query_gram[rule.name].to(next(module.parameters(), model).device)
             module.add_module(TABLE, table)
     model.kv_cache_plan = dataclasses.replace(plan, query_gram={})
     model._prepare_cache_for_generation = types.MethodType(_prepare_for_generation, model)
@@ -373,28 +377,6 @@ def record_bits(rule: LayerRule) -> float:
     """Mean real bits of a coded number in one layer."""
     found = [Record(bits, rule.head_dim, rule.head_dim).bits_per_number for bits in rule.bits]
     return sum(found) / len(found)
-
-
-def attention_modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every attention module of the decoder, in the order of the layers."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and hasattr(module, "k_proj") and hasattr(module, "v_proj"):
-            found[index] = (name, module)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    if sorted(found) != list(range(layers)):
-        raise CacheError(
-            f"{type(model).__name__}: {len(found)} attention modules with k_proj and v_proj in {layers} layers"
-        )
-    return [found[index] for index in range(layers)]
-
-
-def shape_of(module: nn.Module) -> tuple[int, int]:
-    """(head size, KV heads) of an attention module, quantized or not."""
-    head_dim: int = module.head_dim  # type: ignore[assignment]
-    channels: int = module.k_proj.out_features  # type: ignore[union-attr, assignment]
-    return head_dim, channels // head_dim
 
 
 __all__ = ["TABLE", "CacheTable", "LayerPolicy", "SinkCache", "install", "rules"]

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from quantsink.errors import CheckpointError, QuantSinkError, UsageError
 from quantsink.files import contents, whole_folder, write_text
 from quantsink.integration import METHOD
-from quantsink.source import DTYPES, check_device
+from quantsink.source import DTYPES, check_device, model_class, shard_names
 
 CARD = "README.md"
 FILES = re.compile(
@@ -49,8 +50,9 @@ def save(
     return target
 
 
-def load(folder: str | Path, dtype: str = "auto", device: str = "cpu") -> Any:
+def load(folder: str | Path, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False) -> Any:
     """Load a checkpoint in eval mode. `dtype` auto is the saved type; the INT8 tensors and their scales never change.
+    Code in the checkpoint (a model class of its own) runs only with `trust_remote_code`.
 
     Raises:
         CheckpointError: not a quantsink checkpoint, or damaged; the message names the file or the tensor.
@@ -60,11 +62,20 @@ def load(folder: str | Path, dtype: str = "auto", device: str = "cpu") -> Any:
     name = str(folder)
     if Path(folder).is_dir():
         read_config(Path(folder))
+        index = Path(folder) / SAFE_WEIGHTS_INDEX_NAME
+        if index.is_file():
+            shard_names(index)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model = model_class(config).from_pretrained(name, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     except QuantSinkError as error:
         raise CheckpointError(f"{name}: {error}") from error
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"{name}: holds code of its own (auto_map in config.json), which does not run unless you say so; read "
+                "it, then pass trust_remote_code=True"
+            ) from error
         first = " ".join(str(error).split())[:240]
         raise CheckpointError(f"{name}: cannot be loaded: {type(error).__name__}: {first}") from error
     if getattr(model, "quantization_method", None) != METHOD:

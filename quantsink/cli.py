@@ -38,6 +38,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folde
 Out = Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to write.", show_default=False)]
 Device = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own; float32 for GGUF), float32, bfloat16, float16.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code that MODEL's repository brings along.")
+]
 Bos = Annotated[bool, typer.Option("--bos/--no-bos", help="Start each window with the BOS token, where there is one.")]
 
 
@@ -72,44 +75,53 @@ def calibrate(
     """Find a model's sink heads and measure its heads and linear layers on text."""
     from quantsink.calibration import calibrate as run
     from quantsink.calibration.calibrate import DEFAULT_DATA
-    from quantsink.calibration.calibration import FACTS, PARTIAL, is_calibration
+    from quantsink.calibration.calibration import FACTS, is_calibration, partials
     from quantsink.calibration.plots import save_with_pictures
+    from quantsink.calibration.processes import launched
     from quantsink.calibration.summary import as_dict, render
     from quantsink.calibration.text import check_not_empty, parse_spec
     from quantsink.files import check_free, whole_folder
     from quantsink.source import find
 
     specs = data or list(DEFAULT_DATA)
-    if (output / PARTIAL).is_file() and not (resume or force):
-        raise UsageError(f"{output}: holds an unfinished calibration; go on with --resume or start again with --force")
-    check_free(output, is_calibration, force=force or resume)
-    finished = resume and (output / FACTS).is_file() and not (output / PARTIAL).is_file()
-    for spec in specs:
-        check_not_empty(parse_spec(spec))
-    source = find(model)
-    with loading(f"loading {model}"):
-        tokenizer = source.tokenizer()
-        loaded = source.model(dtype, device)
-    with progress_bar() as progress:
-        calibration = run(
-            loaded,
-            tokenizer,
-            specs,
-            seq_len=seq_len,
-            max_tokens=max_tokens,
-            sink_size=sink_size,
-            query_rows=query_rows or None,
-            error_windows=error_windows,
-            bos=bos,
-            seed=seed,
-            folder=output,
-            resume=resume,
-            progress=progress,
-            name=model,
-        )
-    if not finished:
-        with whole_folder(output, is_calibration, force=True) as work:
-            save_with_pictures(calibration, work)
+    with launched() as processes:
+        stderr.quiet = not processes.first
+        unfinished = bool(partials(output))
+        if unfinished and not (resume or force):
+            raise UsageError(
+                f"{output}: holds an unfinished calibration; go on with --resume or start again with --force"
+            )
+        check_free(output, is_calibration, force=force or resume)
+        finished = resume and (output / FACTS).is_file() and not unfinished
+        for spec in specs:
+            check_not_empty(parse_spec(spec))
+        source = find(model)
+        with loading(f"loading {model}"):
+            tokenizer = source.tokenizer()
+            loaded = source.model(dtype, processes.device(device))
+        with progress_bar() as progress:
+            calibration = run(
+                loaded,
+                tokenizer,
+                specs,
+                seq_len=seq_len,
+                max_tokens=max_tokens,
+                sink_size=sink_size,
+                query_rows=query_rows or None,
+                error_windows=error_windows,
+                bos=bos,
+                seed=seed,
+                folder=output,
+                resume=resume,
+                progress=progress,
+                name=model,
+                processes=processes,
+            )
+        if not processes.first:
+            return
+        if not finished:
+            with whole_folder(output, is_calibration, force=True) as work:
+                save_with_pictures(calibration, work)
     if as_json:
         print(json.dumps(as_dict(calibration, str(output))))
     else:
@@ -137,22 +149,33 @@ def export(
     format_: Annotated[
         str, typer.Option("--format", help="Checkpoint format; quantsink is the only one.")
     ] = "quantsink",
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors shard.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest safetensors shard. Memory does not depend on it.")
+    ] = "5GB",
     measure: Annotated[
-        bool, typer.Option(help="Measure KL and perplexity on held-out text for the model card.")
+        bool,
+        typer.Option(
+            help="Measure KL and perplexity on held-out text for the model card, if the model fits into memory twice. "
+            "Nothing else needs the model in memory."
+        ),
     ] = True,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     force: Force = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Quantize a model by its calibration and write a checkpoint that transformers loads."""
+    """Quantize a model by its calibration and write a checkpoint that transformers loads.
+
+    Tensors are read, quantized and written one by one: a model larger than memory is exported like a small one.
+    """
     from quantsink.export import export as run
+    from quantsink.source import quiet_loading
 
     if format_ != "quantsink":
         raise UsageError(f"--format {format_}: only quantsink is there")
-    with loading("exporting") as say:
+    with quiet_loading(), progress_bar() as progress:
         done = run(
             model,
             calibration,
@@ -165,7 +188,9 @@ def export(
             force=force,
             measure=measure,
             max_shard_size=max_shard_size,
-            say=say,
+            trust_remote_code=trust_remote_code,
+            say=lambda text: stderr.print(text, soft_wrap=True),
+            progress=progress,
         )
     if as_json:
         print(json.dumps(dataclasses.asdict(done)))

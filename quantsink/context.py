@@ -64,20 +64,33 @@ class TokenContext:
             mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
         if mask is not None and not bool(mask[:, 0].all()):
             self.first = mask.to(torch.long).argmax(1).expand(batch)
-        first = torch.zeros(batch, dtype=torch.long, device=device) if self.first is None else self.first
-        column = past + torch.arange(length, device=device)
+        self.rows = self._sink_rows(past, length)
+
+    def _sink_rows(self, past: int, length: int) -> Tensor | None:
+        """Indices of sink tokens among the `length` tokens of each row that come after `past`; None: no such token."""
+        assert self.shape is not None
+        first = torch.zeros(self.shape[0], dtype=torch.long, device=self.device) if self.first is None else self.first
+        column = past + torch.arange(length, device=self.device)
         sink = (column >= first[:, None]) & (column < first[:, None] + self.sink_size)
         rows = sink.flatten().nonzero()[:, 0]
-        self.rows = rows if len(rows) else None
+        return rows if len(rows) else None
 
     def sink_rows(self, shape: torch.Size, layer: str) -> Tensor | None:
-        """Indices of sink rows in an input `[B, L, K]` flattened to `[B * L, K]`; None where there is none."""
-        if self.shape is None or tuple(shape[:-1]) not in (self.shape, (self.shape[0] * self.shape[1],)):
-            raise QuantSinkError(
-                f"{layer}: its input {list(shape)} does not hold one row per token of the model's forward pass "
-                f"{self.shape}; call the model, not its layers"
-            )
-        return self.rows
+        """Indices of sink rows in an input `[B, L, K]` or `[B * L, K]`, flattened to `[B * L, K]`; None: there is none.
+
+        A latent attention's input `[B, 1, past + L, K]` holds every cached token.
+        """
+        if self.shape is not None:
+            batch, length = self.shape
+            count = shape[:-1].numel()
+            if count == batch * length and shape[0] in (batch, count):
+                return self.rows
+            if tuple(shape[:-1]) == (batch, 1, self.past + length):
+                return self._sink_rows(0, self.past + length)
+        raise QuantSinkError(
+            f"{layer}: its input {list(shape)} does not hold one row per token of the model's forward pass "
+            f"{self.shape}; call the model, not its layers"
+        )
 
     def keys_in_use(self, keys: int) -> int:
         """How many of a cache's `keys` slots hold tokens already."""

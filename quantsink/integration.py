@@ -14,13 +14,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantsink import attention
+from quantsink.adopted import ADOPTED
 from quantsink.apply import check_head, replace
-from quantsink.architecture import Architecture, output_head
+from quantsink.architecture import Architecture, device_of, is_linear, output_head, sizes
 from quantsink.attention import TABLE, AttentionTable
 from quantsink.cache import TABLE as CACHE_TABLE
 from quantsink.cache import CacheTable, install
 from quantsink.context import TokenContext
 from quantsink.errors import CheckpointError, QuantSinkError, RecipeError
+from quantsink.experts import ExpertWeights, index_experts, put
 from quantsink.kernels import Route
 from quantsink.kernels.coded_attention.codes import WIDTHS
 from quantsink.linear import QuantizedLinear
@@ -48,6 +50,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
         attentions: `{module: [heads, KV heads, head size]}` of every attention module that holds a table.
         kv_cache: what the model's own `SinkCache` keeps, None where it makes none: `sinks`, `residual`, `max_length`,
             `rounding` and `layers`, `{module: {"bits": [KV heads], "windows": [KV heads]}}`.
+        experts: every module of experts with INT8 weights.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
         linears: dict[str, list[int]],
         attentions: dict[str, list[int]],
         kv_cache: dict[str, Any] | None = None,
+        experts: list[str] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
@@ -75,6 +79,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
         self.linears = linears
         self.attentions = attentions
         self.kv_cache = kv_cache
+        self.experts = [] if experts is None else experts
         self.parsed()
 
     @classmethod
@@ -86,6 +91,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
             {name: [len(p.native_rows), len(p.native_columns)] for name, p in plan.linears.items()},
             {name: [len(p.routes), len(p.key_mean), len(p.key_mean[0])] for name, p in plan.attentions.items()},
             None if plan.cache is None else _cache_to_dict(plan.cache),
+            list(plan.experts),
         )
 
     def cache_plan(self) -> CachePlan | None:
@@ -107,13 +113,16 @@ class QuantSinkConfig(QuantizationConfigMixin):
         except RecipeError as error:
             raise CheckpointError(str(error)) from None
         native = recipe.attention.kind == "native", recipe.weights == "native"
-        if (native[0] and self.attentions) or (native[1] and self.linears):
+        if (native[0] and self.attentions) or (native[1] and (self.linears or self.experts)):
             raise CheckpointError("config.json: quantization_config.recipe contradicts its linears or attentions")
         good = (
             _counts(self.linears, 2) and _counts(self.attentions, 3) and _count(self.sink_size) and self.sink_size > 0
         )
+        good = good and isinstance(self.experts, list) and all(isinstance(name, str) for name in self.experts)
         if not good:
-            raise CheckpointError("config.json: quantization_config.linears, attentions or sink_size is damaged")
+            raise CheckpointError(
+                "config.json: quantization_config.linears, attentions, experts or sink_size is damaged; export again"
+            )
         self.cache_plan()
         return recipe
 
@@ -169,13 +178,16 @@ class QuantSinkQuantizer(HfQuantizer):
 
     requires_calibration = True
     quantization_config: QuantSinkConfig
+    late = False
+    """The model class takes our attention only once its modules are there."""
 
     def update_attn_implementation(self, config: Any) -> Any:
         wanted = config._attn_implementation
         ours = self.quantization_config.attentions or self.quantization_config.kv_cache is not None
         own = attention.NAME if ours else None
         if wanted in (None, UNIMPORTED, attention.NAME):
-            config._attn_implementation = own
+            self.late = own is not None and config.model_type in ADOPTED
+            config._attn_implementation = None if self.late else own
         elif own:
             logging.getLogger(__name__).warning(
                 "attn_implementation=%r: the checkpoint's INT8 attention and its KV cache are not used; leave the "
@@ -186,6 +198,8 @@ class QuantSinkQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         build(model, self.quantization_config)
+        if self.late:
+            model.set_attn_implementation(attention.NAME)
         files = kwargs.get("checkpoint_files")
         if files:
             check_tensors(model, [Path(file) for file in files])
@@ -226,7 +240,7 @@ def build(model: Any, config: QuantSinkConfig) -> None:
     context = TokenContext(config.sink_size)
     context.attach(modules[architecture.decoder])
     layers = {layer.name: layer for layer in architecture.attentions}
-    layer_devices = {layer.name: modules[layer.q].weight.device for layer in architecture.attentions}
+    layer_devices = {layer.name: device_of(modules[layer.q.module]) for layer in architecture.attentions}
     for name, shape in config.attentions.items():
         layer = layers.get(name)
         if layer is None or [layer.heads, layer.kv_heads, layer.head_dim] != list(shape):
@@ -239,10 +253,18 @@ def build(model: Any, config: QuantSinkConfig) -> None:
         modules[name].add_module(TABLE, table)
     for name, (rows, columns) in config.linears.items():
         linear = modules.get(name)
-        if type(linear) is not nn.Linear or rows > linear.out_features or columns > linear.in_features:
+        if linear is None or not is_linear(linear) or rows > sizes(linear)[0] or columns > sizes(linear)[1]:
             raise CheckpointError(f"config.json: {name} [{rows}, {columns}] does not fit a linear layer of the model")
         plan = LinearPlan(recipe.activations.kind, recipe.activations.sink_rows)
         replace(model, name, QuantizedLinear.empty(name, linear, plan, rows, columns, context))
+    known = {experts.name: experts for experts in architecture.experts}
+    for name in config.experts:
+        if name not in known:
+            raise CheckpointError(
+                f"config.json: {name} is no module of experts in the model it describes; export again"
+            )
+        put(modules[name], known[name], ExpertWeights.empty)
+        index_experts(model)
     kept = config.cache_plan()
     for name in kept.layers if kept is not None and kept.rounding == "query" else ():
         layer = layers.get(name)
@@ -298,7 +320,7 @@ def check_values(model: Any) -> None:
         CheckpointError: the first tensor that cannot be right, by name.
     """
     for prefix, module in model.named_modules():
-        if isinstance(module, QuantizedLinear | AttentionTable | CacheTable):
+        if isinstance(module, QuantizedLinear | AttentionTable | CacheTable | ExpertWeights):
             for name, tensor in module.named_buffers(recurse=False):
                 if tensor.device.type != "meta" and not _good_values(module, name, tensor):
                     raise CheckpointError(
@@ -330,6 +352,7 @@ def mark(model: Any, quantizer: QuantSinkQuantizer) -> None:
     model.hf_quantizer = quantizer
     model.is_quantized = True
     model.quantization_method = METHOD
+    model._weight_conversions = []  # a checkpoint of ours has the modules' own names, whatever the original had
     head = output_head(model)
     if head is not None:
         model.get_submodule(head).register_forward_pre_hook(dense_rows)

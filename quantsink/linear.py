@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantsink.architecture import matrix
 from quantsink.context import TokenContext
 from quantsink.errors import QuantSinkError
 from quantsink.kernels import Layer, quantize_per_channel, quantized_linear
@@ -63,10 +64,10 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def empty(
-        cls, name: str, linear: nn.Linear, plan: LinearPlan, rows: int, columns: int, context: TokenContext
+        cls, name: str, linear: nn.Module, plan: LinearPlan, rows: int, columns: int, context: TokenContext
     ) -> "QuantizedLinear":
         """In place of `linear`, on its device, with tensors that hold nothing yet."""
-        weight = linear.weight
+        weight = matrix(linear)
         with weight.device:
             return cls(
                 name,
@@ -81,11 +82,11 @@ class QuantizedLinear(nn.Module):
             )
 
     @classmethod
-    def of(cls, name: str, linear: nn.Linear, plan: LinearPlan, context: TokenContext) -> "QuantizedLinear":
+    def of(cls, name: str, linear: nn.Module, plan: LinearPlan, context: TokenContext) -> "QuantizedLinear":
         """Quantize one layer; weights go to symmetric INT8 per output channel, native slices are kept as they are."""
-        weight = linear.weight.detach()
+        weight = matrix(linear).detach()
         new = cls.empty(name, linear, plan, len(plan.native_rows), len(plan.native_columns), context)
-        rest = weight.clone()
+        rest = weight.clone(memory_format=torch.contiguous_format)
         if plan.native_rows:
             index = torch.tensor(plan.native_rows, device=weight.device)
             new.native_rows, new.native_row_index = weight[index].clone(), index.int()
@@ -95,7 +96,7 @@ class QuantizedLinear(nn.Module):
             new.native_columns, new.native_column_index = rest[:, index].clone(), index.int()
             rest[:, index] = 0
         new.weight, new.weight_scale = quantize_per_channel(rest)
-        if linear.bias is not None:
+        if isinstance(linear.bias, Tensor):
             new.bias = linear.bias.detach().clone()
         if plan.activations == "static":
             new.input_scale = torch.tensor([plan.input_scale], dtype=torch.float32, device=weight.device)

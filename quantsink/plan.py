@@ -80,6 +80,8 @@ class Plan:
     sink_size: int
     linears: Mapping[str, LinearPlan] = field(default_factory=dict)
     attentions: Mapping[str, AttentionPlan] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+    """Experts modules whose weights become INT8; their inputs stay native."""
     cache: CachePlan | None = None
     notes: tuple[str, ...] = ()
     """What the user should know: heads that were not clipped, layers left native, ..."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from quantsink.architecture import attention_layers
 from quantsink.context import cache_argument
 from quantsink.errors import ArchitectureError
 
@@ -44,7 +45,7 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotate]:
     if model.device.type == "meta":
         raise ArchitectureError(f"{kind}: a rolling cache (max_length) needs a model with its weights loaded")
     if model not in _KNOWN:
-        modules = {getattr(m, "layer_idx", None): m for m in model.modules() if hasattr(m, "k_proj")}
+        modules = {layer.index: model.get_submodule(layer.name) for layer in attention_layers(model)}
         before, after = (keys_at(model, position) for position in POSITIONS)
         _KNOWN[model] = {index: _rotation(model, modules[index], before[index], after[index]) for index in layers}
     return _KNOWN[model]

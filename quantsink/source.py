@@ -4,15 +4,19 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from accelerate.utils import align_module_device, has_offloaded_params
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from quantsink.errors import ModelError, UsageError
 
@@ -21,6 +25,7 @@ GGUF_NOTE = (
     "The weights come from a GGUF file and lie on its grid already (4 bits, where it is Q4): 8-bit weights, "
     "activations and attention can be judged on them, weights below 8 bits cannot."
 )
+_SHARD = re.compile(r"[\w-][\w.-]*\.safetensors")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -41,27 +46,68 @@ class Source:
     def _arguments(self) -> dict[str, Any]:
         return {"gguf_file": self.gguf} if self.gguf else {}
 
-    def tokenizer(self) -> Any:
-        with self._loading("tokenizer"):
-            return AutoTokenizer.from_pretrained(self.root, **self._arguments)
+    def tokenizer(self, trust_remote_code: bool = False) -> Any:
+        with self.loading("tokenizer"):
+            return AutoTokenizer.from_pretrained(self.root, trust_remote_code=trust_remote_code, **self._arguments)
 
-    def model(self, dtype: str = "auto", device: str = "cpu") -> Any:
+    def config(self, trust_remote_code: bool = False) -> Any:
+        """The config of a model that is not quantized.
+
+        Raises:
+            ModelError: not found, damaged, or quantized already.
+        """
+        with self.loading("model"):
+            config = AutoConfig.from_pretrained(self.root, trust_remote_code=trust_remote_code)
+        method = getattr(config, "quantization_config", None)
+        if method:
+            name = method.get("quant_method") if isinstance(method, dict) else method
+            raise ModelError(f"{self.name}: already quantized ({name}); give the original model")
+        return config
+
+    def weight_files(self) -> list[Path] | None:
+        """The safetensors files, in order of their names; None where there are none.
+
+        Raises:
+            ModelError: an index that is damaged, names files outside the model, or files that are not there.
+        """
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+            found = self._file(name)
+            if found is None:
+                continue
+            names = [name] if name == SAFE_WEIGHTS_NAME else shard_names(found)
+            files = [self._file(shard) for shard in names]
+            if None in files:
+                raise ModelError(f"{self.name}: {names[files.index(None)]} is not there; fetch the model again")
+            return [file for file in files if file is not None]
+        return None
+
+    def _file(self, name: str) -> Path | None:
+        try:
+            found = cached_file(self.root, name)
+        except OSError:
+            return None
+        return None if found is None else Path(found)
+
+    def model(self, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False) -> Any:
         """The model in eval mode. `dtype`: auto (the checkpoint's own; float32 for GGUF), float32, bfloat16, float16.
 
         Raises:
-            ModelError: not found, damaged, not a causal language model, or quantized already.
+            ModelError: not found, damaged, not a causal language model, quantized already, or code of its own that is
+                not trusted.
         """
-        if dtype not in DTYPES:
-            raise UsageError(f"--dtype {dtype}: not one of {', '.join(DTYPES)}")
-        chosen = torch.float32 if self.gguf and dtype == "auto" else DTYPES[dtype]
-        with self._loading("model"):
+        chosen = self.dtype(dtype)
+        if Path(self.root).is_dir() and not self.gguf:
+            self.weight_files()
+        with self.loading("model"):
+            kind: Any = AutoModelForCausalLM
             if not self.gguf:
-                method = getattr(AutoConfig.from_pretrained(self.root), "quantization_config", None)
-                if method:
-                    name = method.get("quant_method") if isinstance(method, dict) else method
-                    raise ModelError(f"{self.name}: already quantized ({name}); give the original model")
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                self.root, dtype=chosen, output_loading_info=True, **self._arguments
+                kind = model_class(self.config(trust_remote_code))
+            loaded: Any = kind.from_pretrained(
+                self.root,
+                dtype=chosen,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                **self._arguments,
             )
             model, info = loaded
         missing = sorted(info["missing_keys"])
@@ -72,18 +118,53 @@ class Source:
             model.config.dtype = model.dtype
         return check_device(model, device).eval()
 
+    def dtype(self, name: str) -> Any:
+        """What transformers takes for `--dtype`."""
+        if name not in DTYPES:
+            raise UsageError(f"--dtype {name}: not one of {', '.join(DTYPES)}")
+        return torch.float32 if self.gguf and name == "auto" else DTYPES[name]
+
     @contextlib.contextmanager
-    def _loading(self, what: str) -> Iterator[None]:
+    def loading(self, what: str) -> Iterator[None]:
+        """Turn whatever transformers raises into one line."""
         try:
             yield
         except ModelError:
             raise
         except Exception as error:
+            if "trust_remote_code" in str(error):
+                raise ModelError(
+                    f"{self.name}: its {what} is code in its own repository (auto_map), which does not run unless you "
+                    "say so; read it, then pass --trust-remote-code"
+                ) from error
             first = " ".join(str(error).split()).split(". ")[0][:240]
             raise ModelError(
                 f"{self.name}: its {what} cannot be loaded: {type(error).__name__}: {first}; "
                 "give a complete local folder, or check the hub id and the network"
             ) from error
+
+
+def model_class(config: Any) -> Any:
+    """What loads a model: AutoModelForCausalLM, or the own class of one that cannot generate, such as an encoder."""
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    return AutoModelForCausalLM if named is None or named.can_generate() else named
+
+
+def shard_names(index: Path) -> list[str]:
+    """Names of the files that a safetensors index speaks of, in order.
+
+    Raises:
+        ModelError: a damaged index, or one that names a file outside its own folder.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{index}: cannot be read: {type(error).__name__}: {error}; fetch the model again") from error
+    outside = [name for name in names if not isinstance(name, str) or not _SHARD.fullmatch(name)]
+    if outside or not names:
+        found = f"names {outside[0]!r}, no file beside it" if outside else "names no file"
+        raise ModelError(f"{index}: {found}; do not use this model, or fetch it again")
+    return names
 
 
 def find(name: str) -> Source:
@@ -134,6 +215,10 @@ CONFIG_FACTS = (
 )  # fmt: skip
 
 
+HASHED = 2**22
+"""Numbers hashed at a time."""
+
+
 def model_fingerprint(model: nn.Module) -> tuple[str, str]:
     """What identifies a model whatever type it was loaded in.
 
@@ -141,22 +226,66 @@ def model_fingerprint(model: nn.Module) -> tuple[str, str]:
     bfloat16, and rounded to float16 and then to bfloat16. Models in float32 and bfloat16 share the first; a model in
     float16 has the second twice.
 
+    A parameter that accelerate keeps elsewhere is read where it lies.
+
     Raises:
-        ModelError: a weight that is not finite, by name.
+        ModelError: a weight that is not finite, or that has no data, by name.
     """
-    config: Any = model.config
+    tied = getattr(model, "all_tied_weights_keys", {})
+    parameters = (
+        (name, _values(model, name, parameter))
+        for name, parameter in model.named_parameters()
+        if not (parameter.is_meta and name in tied)  # two empty parameters are no longer seen to be one
+    )
+    return fingerprint(model.config, parameters)
+
+
+def fingerprint(config: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str]:
+    """`model_fingerprint` of parameters that come one by one."""
     text = config.get_text_config(decoder=True)
     known = {name: getattr(text, name, None) for name in CONFIG_FACTS}
     facts = json.dumps(known, sort_keys=True, default=str).encode()
     digests = hashlib.sha256(facts), hashlib.sha256(facts)
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().to("cpu")
-        if not bool(values.isfinite().all()):
-            raise ModelError(f"{name}: holds NaN or inf; this model cannot be measured or quantized")
-        for digest, rounded in zip(digests, (values, values.half()), strict=True):
+    for name, values in parameters:
+        for digest in digests:
             digest.update(f"{name}{tuple(values.shape)}".encode())
-            digest.update(rounded.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+        for part in values.flatten().split(HASHED):
+            if not bool(part.isfinite().all()):
+                raise ModelError(f"{name}: holds NaN or inf; this model cannot be measured or quantized")
+            for digest, rounded in zip(digests, (part, part.half()), strict=True):
+                digest.update(rounded.to(torch.bfloat16).view(torch.uint8).numpy())
     return digests[0].hexdigest(), digests[1].hexdigest()
+
+
+def _values(model: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    if not parameter.is_meta:
+        return parameter.detach().to("cpu")
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if has_offloaded_params(module):
+        with align_module_device(module, torch.device("cpu")):
+            parameter = getattr(module, own)
+    if parameter.is_meta:
+        raise ModelError(f"{name}: on the meta device, without data; load the model with its weights")
+    return parameter.detach()
+
+
+def check_not_offloaded(model: nn.Module) -> None:
+    """Refuse a model whose modules cannot be exchanged, because accelerate keeps their weights elsewhere."""
+    for name, module in model.named_modules():
+        if has_offloaded_params(module):
+            raise ModelError(f"{name}: its weights are offloaded; only calibrate takes such models, load it whole")
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where token ids belong, also if accelerate keeps the weights elsewhere until they are needed."""
+    for module in model.modules():
+        if has_offloaded_params(module):
+            hook: Any = module._hf_hook
+            return torch.device(hook.execution_device)
+        for parameter in module.parameters(recurse=False):
+            return parameter.device
+    raise ModelError(f"{type(model).__name__}: no parameters")
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -111,7 +111,7 @@ def test_errors_equal_a_recomputation(family, sink_size, request):
     for layer in collector.architecture.attentions:
         q, k, v, mask, scaling, softcap, s_aux = collector.seen[layer.name]
         visible = (torch.ones(280, 280).tril() > 0 if mask is None else mask[0, 0])[rows]
-        weight = dict(model.named_modules())[layer.o].weight.detach()
+        weight = dict(model.named_modules())[layer.o.module].weight.detach()
         count, energy, errors = brute(
             q[0][:, rows].detach(), k[0].detach(), v[0].detach(), visible, rows, 0, sink_size, scaling, softcap, s_aux,
             weight,
@@ -292,5 +292,5 @@ def test_calibrations_of_the_old_schema_are_refused(tiny_llama, tokenizer, tmp_p
     calibrate(tiny_llama(), tokenizer, "builtin:prose", seq_len=64, max_tokens=256).save(tmp_path)
     facts = json.loads((tmp_path / FACTS).read_text())
     (tmp_path / FACTS).write_text(json.dumps({**facts, "schema": 1}))
-    with pytest.raises(CalibrationError, match="schema 1, this quantsink reads 2; calibrate again"):
+    with pytest.raises(CalibrationError, match="schema 1, this quantsink reads 3; calibrate again"):
         Calibration.load(tmp_path)
