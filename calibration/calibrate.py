@@ -27,7 +27,7 @@ from quantsink.calibration.calibration import (
 from quantsink.calibration.collect import FIRST_ROW, Collector, collecting
 from quantsink.calibration.processes import ALONE, Processes
 from quantsink.calibration.statistics import Fields
-from quantsink.calibration.text import Windows, parse_spec, sample_self, windows
+from quantsink.calibration.text import Windows, parse_spec, pictures, sample_self, windows
 from quantsink.errors import CalibrationError, DataError, UsageError
 from quantsink.files import write_bytes
 from quantsink.source import check_length, check_vocabulary, input_device, model_fingerprint, tokenizer_fingerprint
@@ -43,7 +43,15 @@ Progress = Callable[[str, int, int], None]
 
 
 def read_windows(
-    model: Any, tokenizer: Any, data: Sequence[str], *, seq_len: int, max_tokens: int, bos: bool, seed: int
+    model: Any,
+    tokenizer: Any,
+    data: Sequence[str],
+    *,
+    seq_len: int,
+    max_tokens: int,
+    bos: bool,
+    seed: int,
+    encoder: bool = False,
 ) -> list[tuple[str, Windows]]:
     """(spec, windows) of each domain; `max_tokens` is shared evenly. `model` is only asked for `self` text."""
     sources = [parse_spec(spec) for spec in data]
@@ -59,9 +67,11 @@ def read_windows(
     found = []
     for source in sources:
         if source.spec == "self":
+            if encoder:
+                raise UsageError("--data self: an encoder writes no text; name another")
             part = sample_self(model, tokenizer, tokens=share, seq_len=seq_len, seed=seed, bos=bos)
         else:
-            part = windows(tokenizer, source, seq_len=seq_len, max_tokens=share, bos=bos)
+            part = windows(tokenizer, source, seq_len=seq_len, max_tokens=share, bos=bos, encoder=encoder)
         found.append((source.spec, part))
     return found
 
@@ -69,7 +79,7 @@ def read_windows(
 def calibrate(
     model: Any,
     tokenizer: Any,
-    data: str | Sequence[str] = DEFAULT_DATA,
+    data: str | Sequence[str] | torch.Tensor = DEFAULT_DATA,
     *,
     seq_len: int = 512,
     max_tokens: int = 65536,
@@ -87,7 +97,8 @@ def calibrate(
     """Measure every attention head and linear layer of `model` on text.
 
     Args:
-        data: one SPEC or several; each is a domain of its own (docs/cli.md).
+        data: one SPEC or several; each is a domain of its own (docs/cli.md). For a model of pictures: `[N, C, H, W]`,
+            with `tokenizer` None.
         seq_len: tokens a window, BOS included.
         max_tokens: tokens in all, shared evenly by the domains.
         sink_size: sink tokens at the start of each sequence.
@@ -106,7 +117,6 @@ def calibrate(
     """
     check_unquantized(model)
     architecture = Architecture.of(model)
-    specs = [data] if isinstance(data, str) else list(data)
     if not 1 <= sink_size < seq_len:
         raise UsageError(f"--sink-size {sink_size}: at least 1 and below --seq-len {seq_len}")
     if query_rows is not None and query_rows < 1:
@@ -115,10 +125,17 @@ def calibrate(
         raise UsageError(f"--seq-len {seq_len}: queries before position {FIRST_ROW} do not count; give more")
     if error_windows < 0:
         raise UsageError(f"--error-windows {error_windows}: 0 or more")
-    check_length(model, seq_len, "--seq-len")
-    texts = read_windows(model, tokenizer, specs, seq_len=seq_len, max_tokens=max_tokens, bos=bos, seed=seed)
-    for _, text in texts:
-        check_vocabulary(model, max(int(ids.max()) for ids in text.ids))
+    if isinstance(data, torch.Tensor):
+        texts = [("pictures", pictures(model, data))]
+    else:
+        if model.main_input_name != "input_ids":
+            raise UsageError(f"{type(model).__name__} takes {model.main_input_name}; give a tensor of them as data")
+        check_length(model, seq_len, "--seq-len")
+        specs = [data] if isinstance(data, str) else list(data)
+        sizes: dict[str, Any] = {"seq_len": seq_len, "max_tokens": max_tokens, "bos": bos, "seed": seed}
+        texts = read_windows(model, tokenizer, specs, encoder=not architecture.causal, **sizes)
+        for _, text in texts:
+            check_vocabulary(model, max(int(ids.max()) for ids in text.ids))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     settings = Settings(seq_len, max_tokens, sink_size, query_rows, error_windows, bos, seed, dtype)
     label = name or model.config._name_or_path or type(model).__name__

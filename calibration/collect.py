@@ -71,17 +71,24 @@ class Collector:
         self._gram: dict[str, Tensor] = {}
         self._seen: set[str] = set()
         self._real: list[tuple[int, int]] = []
+        self._length = 0
         self._last: tuple[Tensor | None, Fields] = (None, {})
 
     @torch.no_grad()
     def run(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Measure one batch `[B, L]`; `attention_mask` `[B, L]` marks real tokens (1), in one run per row."""
-        self._real = _real_ranges(ids, attention_mask)
-        self._length = ids.shape[1]
+        """Measure one batch `[B, L]`; `attention_mask` `[B, L]` marks real tokens (1), in one run per row.
+
+        A batch `[B, C, H, W]` is of pictures, as many tokens as the model makes of them.
+        """
         self._seen.clear()
         decoder = self._modules[self.architecture.decoder]
-        options = {"use_cache": False} if self.architecture.causal else {}
-        decoder(input_ids=ids, attention_mask=attention_mask, **options)
+        if ids.dim() == 4:
+            self._real, self._length = [], 0
+            decoder(pixel_values=ids)
+        else:
+            self._real, self._length = _real_ranges(ids, attention_mask), ids.shape[1]
+            options = {"use_cache": False} if self.architecture.causal else {}
+            decoder(input_ids=ids, attention_mask=attention_mask, **options)
         self._last = (None, {})
         silent = [layer.name for layer in self.architecture.attentions if layer.name not in self._seen]
         if silent:
@@ -200,6 +207,8 @@ class Collector:
     def linear(self, name: str, x: Tensor) -> None:
         """Called with the input `[B, L, K]` or `[B * L, K]` of each linear layer; a shared one is seen once."""
         last, found = self._last
+        if not self._real:  # the first layer that sees pictures' tokens
+            self._real, self._length = [(0, x.shape[1])] * len(x), x.shape[1]
         if last is not x:
             given, batch = x, len(self._real)
             if x.shape[:-1].numel() != batch * self._length:

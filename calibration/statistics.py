@@ -81,12 +81,13 @@ def empty_heads(layer: AttentionLayer) -> Fields:
 
     `rows [H]` counted query rows; `bos_mass`, `sink_mass`, `last_mass` (encoders), `entropy [H]` sums over rows;
     `*_window*` sums over sequences of a sequence's mean and its square; `gap_count`, `gap_mass [H, 81]` pairs and
-    weight by distance below the row's maximum; `rest_peak` row maximum of the weights without the sink; `key_sum [KVH, D]`, `key_count
-    [KVH]` without sink tokens; ranges with (`*_sink_*`: the sink tokens alone) and without; `error_* [H]` squared
-    error of the attention output, after the output projection, on each route, and `output_energy [H]` the layer's
-    squared output; `kv_error`, `kv_error_no_sink [KVH, 4]`, `kv_rows`, `kv_energy [KVH]` as `measure_kv` has them;
-    `far_mass [H, 5]` weight on keys that are no sink token and lie `FAR_WINDOWS` or more positions before the query,
-    `far_rows [H, 5]` the rows that see such keys; `query_gram [KVH, D, D]`, `query_rows [KVH]` as `measure_queries`.
+    weight by distance below the row's maximum; `rest_peak` row maximum of the weights without the sink;
+    `key_sum [KVH, D]`, `key_count [KVH]` without sink tokens; ranges with (`*_sink_*`: the sink tokens alone) and
+    without; `error_* [H]` squared error of the attention output, after the output projection, on each route, and
+    `output_energy [H]` the layer's squared output; `kv_error`, `kv_error_no_sink [KVH, 4]`, `kv_rows`, `kv_energy
+    [KVH]` as `measure_kv` has them; `far_mass [H, 5]` weight on keys that are no sink token and lie `FAR_WINDOWS` or
+    more positions before the query, `far_rows [H, 5]` the rows that see such keys; `query_gram [KVH, D, D]`,
+    `query_rows [KVH]` as `measure_queries`.
     """
     h, kv, d = (layer.heads,), (layer.kv_heads,), (layer.kv_heads, layer.head_dim)
     values = (layer.kv_heads, layer.value_dim)

@@ -132,6 +132,7 @@ def windows(
     seq_len: int,
     max_tokens: int,
     bos: bool = True,
+    encoder: bool = False,
     name: str | None = None,
 ) -> Windows:
     """Tokenize documents and cut each into windows of seq_len tokens, BOS included; the shorter rest is kept.
@@ -142,6 +143,8 @@ def windows(
     at single newlines between non-blank characters, as they are needed: byte-level BPE then gives the same ids as for
     the whole, a tokenizer that adds a leading space adds one per piece.
 
+    An encoder's windows stand between [CLS], which counts as their BOS, and [SEP], where the tokenizer has them.
+
     Raises UsageError for seq_len < 2 or max_tokens < seq_len, DataError where no token comes out.
     """
     _check_sizes(seq_len, max_tokens)
@@ -150,7 +153,10 @@ def windows(
     kind = source.kind if isinstance(source, Source) else "documents"
     name = name or (source.name if isinstance(source, Source) else kind)
     own_bos = tokenizer.bos_token_id
+    if encoder and own_bos is None:
+        own_bos = tokenizer.cls_token_id
     prefix = [own_bos] if bos and own_bos is not None else []
+    end = [tokenizer.sep_token_id] if encoder and bos and tokenizer.sep_token_id is not None else []
     ids: list[torch.Tensor] = []
     tokens = read = removed = 0
     complete = True
@@ -160,17 +166,17 @@ def windows(
             if token == own_bos:
                 removed += 1
                 continue
-            if max_tokens - tokens < 2:
+            if max_tokens - tokens < 2 + len(end):
                 complete = False
                 break
             window.append(token)
-            if len(window) == min(seq_len, max_tokens - tokens):
-                ids.append(torch.tensor(window, dtype=torch.int64))
-                tokens += len(window)
+            if len(window) == min(seq_len, max_tokens - tokens) - len(end):
+                ids.append(torch.tensor(window + end, dtype=torch.int64))
+                tokens += len(ids[-1])
                 window = list(prefix)
         if len(window) > len(prefix):
-            ids.append(torch.tensor(window, dtype=torch.int64))
-            tokens += len(window)
+            ids.append(torch.tensor(window + end, dtype=torch.int64))
+            tokens += len(ids[-1])
         read += len(ids) > before
         if not complete:
             break
@@ -178,6 +184,25 @@ def windows(
         raise DataError(f"data {name!r} gives no tokens; name a source with text in it")
     used_bos = prefix[0] if prefix else None
     return Windows(name, tuple(ids), tokens, read, used_bos, removed, complete, _fingerprint(kind, seq_len, ids))
+
+
+@torch.no_grad()
+def pictures(model: Any, pixels: torch.Tensor) -> Windows:
+    """Pictures `[N, C, H, W]`, each a window of as many tokens as the model makes of it.
+
+    Raises:
+        UsageError: not pictures, or a model that takes none.
+    """
+    if model.main_input_name != "pixel_values" or pixels.dim() != 4 or not len(pixels):
+        raise UsageError(
+            f"data: a tensor {list(pixels.shape)} where {type(model).__name__} takes {model.main_input_name}; give "
+            "text, or [N, C, H, W] pictures to a model of pictures"
+        )
+    device, dtype = input_device(model), next(model.parameters()).dtype
+    tokens = model(pixel_values=pixels[:1].to(device, dtype), output_hidden_states=True).hidden_states[0].shape[1]
+    ids = tuple(picture.to(dtype) for picture in pixels)
+    digest = _fingerprint("pictures", tokens, [picture.float().contiguous().view(torch.int32) for picture in ids])
+    return Windows("pictures", ids, tokens * len(ids), len(ids), None, 0, True, digest)
 
 
 @torch.no_grad()

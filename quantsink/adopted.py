@@ -23,7 +23,7 @@ def adopt(model: nn.Module) -> bool:
     for module in found:
         if "forward" not in vars(module):
             vars(module)["forward"] = types.MethodType(_FORWARDS[type(module)], module)
-            module.num_key_value_groups = module.num_heads // module.num_kv_heads  # type: ignore[operator, assignment]
+            module.num_key_value_groups = module.num_heads // module.num_kv_heads  # type: ignore[operator]
     type(model)._can_set_attn_implementation_cached_value = True  # type: ignore[attr-defined]  # not by its source
     return True
 
@@ -42,7 +42,8 @@ def _falcon(
 ) -> tuple[Tensor, Tensor | None]:
     implementation = str(self.config._attn_implementation)
     if not implementation.startswith(OURS):
-        found: tuple[Tensor, Tensor | None] = FalconAttention.forward(
+        own: Any = FalconAttention.forward
+        found: tuple[Tensor, Tensor | None] = own(
             self, hidden_states, alibi, attention_mask, position_ids, layer_past, use_cache, output_attentions,
             position_embeddings, **kwargs,
         )  # fmt: skip

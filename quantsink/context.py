@@ -32,6 +32,7 @@ class TokenContext:
         self.shape: tuple[int, int] | None = None
         self.device = torch.device("cpu")
         self.rows: Tensor | None = None
+        self.pictures = False
 
     def attach(self, decoder: nn.Module) -> None:
         decoder.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -43,7 +44,12 @@ class TokenContext:
         if tokens is None:
             tokens = given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
-            raise QuantSinkError("quantsink: the decoder was called without input_ids or inputs_embeds")
+            pixels = given.get("pixel_values")
+            if not isinstance(pixels, Tensor):
+                raise QuantSinkError("quantsink: the decoder was called without input_ids or inputs_embeds")
+            self._after()
+            self.pictures, self.device = True, pixels.device  # how many tokens they make, the first layer sees
+            return
         cache = next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
         past = int(cache.get_seq_length()) if cache is not None else 0
         mask = given.get("attention_mask")
@@ -55,6 +61,7 @@ class TokenContext:
 
     def _after(self, *_: object) -> None:
         self.shape = self.rows = self.first = None
+        self.pictures = False
 
     def set(self, shape: tuple[int, int], past: int, mask: Tensor | None, device: torch.device) -> None:
         """Work out the sink rows of one pass. `mask` is `[B, past + L]` (1 = real token) or `[B, 1, L, past + L]`."""
@@ -80,6 +87,8 @@ class TokenContext:
 
         A latent attention's input `[B, 1, past + L, K]` holds every cached token.
         """
+        if self.shape is None and self.pictures and len(shape) == 3:
+            self.set((shape[0], shape[1]), 0, None, self.device)
         if self.shape is not None:
             batch, length = self.shape
             count = shape[:-1].numel()

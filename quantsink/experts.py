@@ -69,7 +69,7 @@ def put(module: nn.Module, experts: Experts, make: Callable[[Tensor, bool], Expe
 def index_experts(model: Any) -> None:
     """Let the experts be read one by one: transformers' batched forms want all weights in one tensor."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"
 

@@ -42,7 +42,7 @@ def intercepting(model: nn.Module, attend: Mapping[nn.Module, Attend]) -> Iterat
 def _forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    attend = _ACTIVE.get(module, sdpa_attention_forward)
+    attend: Attend = _ACTIVE.get(module, sdpa_attention_forward)
     return attend(module, query, key, value, attention_mask, **options)
 
 

@@ -289,8 +289,10 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """sha256 over the vocabulary and the special tokens."""
+    """sha256 over the vocabulary and the special tokens; of nothing where a model needs no tokenizer."""
     digest = hashlib.sha256()
+    if tokenizer is None:
+        return digest.hexdigest()
     for token, index in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{token}\0{index}\0".encode("utf-8", "surrogatepass"))
     digest.update(repr(sorted(tokenizer.special_tokens_map.items(), key=str)).encode("utf-8", "surrogatepass"))
