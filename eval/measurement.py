@@ -20,7 +20,7 @@ from quantsink.cache import SinkCache
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
-from quantsink.errors import CheckpointError, QuantSinkError, UsageError
+from quantsink.errors import CheckpointError, ModelError, QuantSinkError, UsageError
 from quantsink.eval.caches import Weight
 from quantsink.eval.divergence import PREFILL, LogProbs, Progress, WindowSums, log_probs, score, score_reference
 from quantsink.eval.footprint import count_parameters, footprint, payload_on_disk
@@ -79,6 +79,8 @@ def measure(
     """
     check_unquantized(model)
     architecture, parameters = Architecture.of(model), count_parameters(model)
+    if not architecture.causal:
+        raise ModelError(f"{type(model).__name__}: an encoder predicts no next token, which is what a report measures")
     check_length(model, text.length, "--length")
     check_vocabulary(model, max(int(window.ids.max()) for window in text.windows))
     fingerprint = model_fingerprint(model)
