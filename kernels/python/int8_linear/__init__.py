@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 QMAX = 127
+BLOCK = 2**22
+"""Weights quantized at a time: their float32 copies must not outweigh them."""
 
 
 def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,8 +35,14 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric INT8 codes `[N, K]` and float32 scales `[N]`, one per output channel, of a linear weight `[N, K]`."""
-    codes, scale = quantize_per_token(weight.detach())
-    return codes.contiguous(), scale.squeeze(-1).float()
+    weight = weight.detach()
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    step = max(1, BLOCK // max(1, weight.shape[1]))
+    for rows in (slice(first, first + step) for first in range(0, weight.shape[0], step)):
+        part, part_scale = quantize_per_token(weight[rows])
+        codes[rows], scale[rows] = part, part_scale.squeeze(-1)
+    return codes, scale
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
