@@ -67,6 +67,7 @@ def calibrate(
     bos: Bos = True,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an unfinished calibration in DIR.")] = False,
     force: Force = False,
     as_json: Json = False,
@@ -97,8 +98,8 @@ def calibrate(
             check_not_empty(parse_spec(spec))
         source = find(model)
         with loading(f"loading {model}"):
-            tokenizer = source.tokenizer()
-            loaded = source.model(dtype, processes.device(device))
+            tokenizer = source.tokenizer(trust_remote_code)
+            loaded = source.model(dtype, processes.device(device), trust_remote_code)
         with progress_bar() as progress:
             calibration = run(
                 loaded,
@@ -267,6 +268,7 @@ def report(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     force: Force = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -296,7 +298,7 @@ def report(
     found = _report(
         find(model), output, checkpoints or [], data, calibration,
         (*parse_methods(named), *cache_methods(widths)), stream, length, stride,
-        max_windows or None, bos, device, dtype, force,
+        max_windows or None, bos, device, dtype, trust_remote_code, force,
     )  # fmt: skip
     if as_json:
         print(json.dumps(found.to_dict()))
@@ -319,6 +321,7 @@ def _report(
     bos: bool,
     device: str,
     dtype: str,
+    trust_remote_code: bool,
     force: bool,
 ) -> Any:
     from quantsink.architecture import Architecture
@@ -331,10 +334,10 @@ def _report(
     context = PREFILL if any(method.cache is not None for method in methods) else 0
     found = Calibration.load(calibration) if calibration is not None else None
     with loading(f"loading {source.name}"):
-        tokenizer = source.tokenizer()
+        tokenizer = source.tokenizer(trust_remote_code)
         text = read(tokenizer, data, length=length, stride=stride, max_windows=max_windows, bos=bos, context=context)
         rolling = None if stream is None else read_stream(tokenizer, data, bos=bos, **stream)
-        loaded = source.model(dtype, device)
+        loaded = source.model(dtype, device, trust_remote_code)
     if rolling is not None:
         check_rolling(loaded, rolling)
     if found is not None:
@@ -350,7 +353,7 @@ def _report(
             text=text,
             methods=methods,
             checkpoints=checkpoints,
-            load_checkpoint=lambda path: load(path, device=device),
+            load_checkpoint=lambda path: load(path, device=device, trust_remote_code=trust_remote_code),
             notes=source.notes,
             rolling=rolling,
             progress=progress,

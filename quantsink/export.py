@@ -107,7 +107,8 @@ def export(
     source = find(model)
     tokenizer = source.tokenizer(trust_remote_code)
     check_device(torch.empty(0), device)
-    text = read_heldout(tokenizer, found) if measure else None
+    predicts = all(layer.causal for layer in found.layers)
+    text = read_heldout(tokenizer, found) if measure and predicts else None
     ready: Any
     try:
         ready = stream(source, dtype, trust_remote_code, progress)
