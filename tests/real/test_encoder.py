@@ -80,3 +80,19 @@ def test_statistics_equal_an_eager_load(minilm):
         assert head.bos_mass == pytest.approx(float(rows[:, 0].mean()), abs=1e-5)
         assert head.last_mass == pytest.approx(float(rows[:, -1].mean()), abs=1e-5)
         assert head.entropy == pytest.approx(float(entropy), abs=1e-5)
+
+
+def test_the_command_line(minilm, tmp_path):
+    from typer.testing import CliRunner
+
+    from quantsink.cli import app
+
+    def run(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=True)
+
+    assert run("calibrate", minilm, "-o", tmp_path / "cal", "--seq-len", 64, "--max-tokens", 512).exit_code == 0
+    assert run("export", minilm, "--calibration", tmp_path / "cal", "-o", tmp_path / "out").exit_code == 0
+    assert run("inspect", tmp_path / "out").exit_code == 0
+    found = run("report", minilm, "-o", tmp_path / "report", "--length", 64)
+    assert isinstance(found.exception, quantsink.QuantSinkError)
+    assert "an encoder predicts no next token" in str(found.exception)
