@@ -1,6 +1,7 @@
 """`Calibration`: the measured statistics of one model, and its two files (docs/formats.md)."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from quantsink.architecture import Architecture, AttentionLayer, HeadSlices
+from quantsink import strict_json
+from quantsink.architecture import Architecture, AttentionLayer
 from quantsink.calibration.statistics import (
     BINS,
     FAR_WINDOWS,
+    MAXIMA,
+    SUMS,
     Fields,
     empty_experts,
     empty_heads,
@@ -272,32 +275,34 @@ class Calibration:
         facts = _read_facts(folder / FACTS)
         try:
             tensors = load_file(folder / TENSORS)
-        except (OSError, SafetensorError) as error:
-            raise CalibrationError(f"{folder / TENSORS}: cannot be read: {error}; calibrate again") from error
+        except Exception as error:  # safetensors and torch raise what they like for what they cannot hold
+            said = strict_json.said(error)
+            raise CalibrationError(f"{folder / TENSORS}: cannot be read: {said}; calibrate again") from error
         try:
-            layers = tuple(_read_layer(layer) for layer in facts["layers"])
-            domains = tuple(Domain(**domain) for domain in facts["domains"])
-            statistics = {domain.name: _read_domain(domain.name, layers, tensors) for domain in domains}
-            calibration = cls(
-                facts["model_type"],
-                facts["model"],
-                _pair(facts["fingerprint"]["model"]),
-                facts["fingerprint"]["tokenizer"],
-                facts["bos"],
-                Settings(**facts["settings"]),
-                layers,
-                domains,
-                statistics,
-            )
-        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
-            raise CalibrationError(
-                f"{folder / FACTS}: damaged, {type(error).__name__}: {error}; calibrate again"
-            ) from error
+            with torch.device("meta"):  # shapes are compared; nothing is allocated for what a file says
+                statistics = {domain.name: _read_domain(domain.name, facts.layers, tensors) for domain in facts.domains}
+            _check_modules(facts.layers, statistics)
+        except CalibrationError as error:
+            raise CalibrationError(f"{folder / error.args[0]}") from None
+        calibration = cls(
+            facts.model_type,
+            facts.model,
+            facts.fingerprint,
+            facts.tokenizer,
+            facts.bos,
+            facts.settings,
+            facts.layers,
+            facts.domains,
+            statistics,
+        )
         surplus = sorted(tensors.keys() - calibration.tensors().keys())
-        if surplus or not statistics:
+        if surplus:
             raise CalibrationError(
-                f"{folder / TENSORS}: {surplus[0] if surplus else 'no domain'} does not belong to {FACTS}"
+                f"{folder / TENSORS}: {strict_json.named(surplus[0])} does not belong to {FACTS}; calibrate again"
             )
+        wrong = _contradiction(calibration, facts)
+        if wrong:
+            raise CalibrationError(f"{folder / FACTS}: {wrong} contradicts {TENSORS}; calibrate again")
         return calibration
 
     def check_model(self, fingerprint: tuple[str, str], architecture: Architecture, place: str) -> None:
@@ -337,11 +342,6 @@ def head_means(fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return means
 
 
-def _pair(value: Any) -> tuple[str, str]:
-    first, second = value
-    return str(first), str(second)
-
-
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -350,22 +350,150 @@ def _all_known(values: list[float]) -> tuple[float, ...] | None:
     return tuple(values) if all(map(math.isfinite, values)) else None
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Facts:
+    """`calibration.json` as read, every value of its type; `derived` is what the tensors must give again."""
+
+    model_type: str
+    model: str
+    fingerprint: tuple[str, str]
+    tokenizer: str
+    bos: int | None
+    settings: Settings
+    domains: tuple[Domain, ...]
+    layers: tuple[AttentionLayer, ...]
+    derived: Mapping[str, Any]
+
+
+_DERIVED = ("unused_experts", "heads", "kv_heads")
+_KEYS = {"schema", "model_type", "model", "fingerprint", "bos", "settings", "domains", "layers", *_DERIVED}
+
+
+def _read_facts(path: Path) -> _Facts:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        facts = strict_json.parse(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CalibrationError(f"{path}: cannot be read: {error}; calibrate again") from error
-    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
-        found = facts.get("schema") if isinstance(facts, dict) else None
-        raise CalibrationError(f"{path}: schema {found!r}, this quantsink reads {SCHEMA}; calibrate again")
-    return facts
+    schema = facts.get("schema") if isinstance(facts, dict) else None
+    if type(schema) is not int or schema != SCHEMA:
+        raise CalibrationError(
+            f"{path}: schema {strict_json.shown(schema)}, this quantsink reads {SCHEMA}; calibrate again"
+        )
+    try:
+        return _typed(facts)
+    except ValueError as error:
+        raise CalibrationError(f"{path}: damaged: {error}; calibrate again") from None
 
 
-def _read_layer(data: dict[str, Any]) -> AttentionLayer:
-    slices = {
-        part: HeadSlices(**{**data[part], "starts": tuple(data[part]["starts"])}) for part in ("q", "k", "v", "o")
+def _typed(facts: dict[str, Any]) -> _Facts:
+    for key in sorted(facts.keys() ^ _KEYS):
+        raise ValueError(f"{strict_json.shown(key)} is {'unknown' if key in facts else 'missing'}")
+    fingerprint = facts["fingerprint"]
+    if not isinstance(fingerprint, dict) or fingerprint.keys() != {"model", "tokenizer"}:
+        raise ValueError("fingerprint: expected model and tokenizer")
+    pair = strict_json.value(tuple[str, ...], fingerprint["model"], "fingerprint.model")
+    _check(len(pair) == 2, "fingerprint.model: expected two")
+    found = _Facts(
+        strict_json.value(str, facts["model_type"], "model_type"),
+        strict_json.value(str, facts["model"], "model"),
+        pair,
+        strict_json.value(str, fingerprint["tokenizer"], "fingerprint.tokenizer"),
+        strict_json.value(int | None, facts["bos"], "bos"),
+        strict_json.build(Settings, facts["settings"], "settings", complete=True),
+        _all_of(Domain, facts["domains"], "domains"),
+        _all_of(AttentionLayer, facts["layers"], "layers"),
+        {key: facts[key] for key in _DERIVED},
+    )
+    _check(found.bos is None or found.bos >= 0, "bos: 0 or more")
+    wanted = found.settings
+    _check(1 <= wanted.sink_size < wanted.seq_len, "settings.sink_size: from 1 to below seq_len")
+    _check(wanted.query_rows is None or wanted.query_rows >= 1, "settings.query_rows: 1 or more")
+    _check(wanted.error_windows >= 0, "settings.error_windows: 0 or more")
+    _check(len({domain.name for domain in found.domains}) == len(found.domains), "domains: a name stands twice")
+    for place, domain in enumerate(found.domains):
+        counts = (domain.tokens, domain.windows, domain.documents, domain.removed_bos)
+        _check(min(counts) >= 0, f"domains[{place}]: counts are 0 or more")
+    _check(len({layer.name for layer in found.layers}) == len(found.layers), "layers: a name stands twice")
+    for place, layer in enumerate(found.layers):
+        _check(layer.index == place, f"layers[{place}].index: expected {place}, found {layer.index}")
+        _check_layer(layer, f"layers[{place}]")
+    return found
+
+
+def _all_of(kind: type, data: object, place: str) -> tuple[Any, ...]:
+    if not isinstance(data, list) or not data:
+        raise ValueError(f"{place}: expected a list that is not empty")
+    return tuple(strict_json.build(kind, item, f"{place}[{i}]", complete=True) for i, item in enumerate(data))
+
+
+def _check_layer(layer: AttentionLayer, place: str) -> None:
+    """Whatever the model, its heads' slices fill the channels of their layer in order, q before k before v."""
+    sizes = (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.window or 1)
+    _check(all(0 < size < 2**31 for size in sizes), f"{place}: heads, sizes and window are 1 or more")
+    _check(max(layer.head_dim, layer.value_dim) <= 2**16, f"{place}: heads of more than {2**16} channels")
+    _check(layer.window != 0, f"{place}.window: 1 or more")
+    _check(layer.heads % layer.kv_heads == 0, f"{place}: {layer.heads} heads on {layer.kv_heads} KV heads")
+    expected = {
+        "q": (layer.heads, layer.head_dim),
+        "k": (layer.kv_heads, layer.head_dim),
+        "v": (layer.kv_heads, layer.value_dim),
+        "o": (layer.heads, layer.value_dim),
     }
-    return AttentionLayer(**{**data, **slices})
+    latent = layer.k.module == layer.v.module != layer.q.module
+    by_module: dict[str, list[tuple[int, int]]] = {}
+    first: dict[str, int] = {}
+    for part, (count, size) in expected.items():
+        slices = getattr(layer, part)
+        fits = 0 < slices.size <= size if latent and part == "k" else slices.size == size
+        _check(len(slices.starts) == count and fits, f"{place}.{part}: not {count} slices of {size} channels")
+        _check(
+            all(a < b for a, b in zip(slices.starts, slices.starts[1:], strict=False)),
+            f"{place}.{part}.starts: not in the order of the heads",
+        )
+        _check(slices.starts[0] > first.get(slices.module, -1), f"{place}.{part}.starts: q, k and v out of order")
+        first[slices.module] = slices.starts[0]
+        by_module.setdefault(slices.module, []).extend((start, slices.size) for start in slices.starts)
+    for module, spans in by_module.items():
+        end = 0
+        for start, size in sorted(spans):
+            _check(start == end, f"{place}: slices of {strict_json.named(module)} overlap or leave channels out")
+            end += size
+
+
+def _check(good: bool, message: str) -> None:
+    if not good:
+        raise ValueError(message)
+
+
+CLOSE, NOTHING = 1e-6, 1e-7
+"""Relative and absolute: another machine may round the last bits of a root in another way."""
+
+
+def _contradiction(calibration: Calibration, facts: _Facts) -> str | None:
+    """The first derived fact that the tensors do not give again."""
+    derived = calibration.facts()
+    for key in _DERIVED:
+        # Through JSON: tuples become lists and numbers that are keys become strings.
+        place = _difference(facts.derived[key], json.loads(json.dumps(derived[key])), key)
+        if place:
+            return place
+    return None
+
+
+def _difference(found: Any, expected: Any, place: str) -> str | None:
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if found.keys() != expected.keys():
+            return place
+        parts: Any = ((found[key], expected[key], f"{place}.{key}") for key in expected)
+    elif isinstance(expected, list) and isinstance(found, list):
+        if len(found) != len(expected):
+            return place
+        parts = ((a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(found, expected, strict=True)))
+    else:
+        number = type(expected) is float and type(found) in (int, float)
+        close = number and math.isclose(found, expected, rel_tol=CLOSE, abs_tol=NOTHING)
+        return None if close or (type(found) is type(expected) and found == expected) else place
+    return next(filter(None, itertools.starmap(_difference, parts)), None)
 
 
 def _read_domain(domain: str, layers: tuple[AttentionLayer, ...], tensors: Mapping[str, torch.Tensor]) -> Statistics:
@@ -385,22 +513,56 @@ def _by_size(
     return found
 
 
+_COUNTED = frozenset(
+    name for name in SUMS if not name.startswith(("key_sum", "query_gram", "error_", "kv_error", "entropy"))
+)
+"""Sums that cannot be negative, not even by rounding."""
+
+
 def _fields(prefix: str, like: Fields, tensors: Mapping[str, torch.Tensor]) -> Fields:
     found = {}
     for field, blank in like.items():
         value = tensors.get(f"{prefix}/{field}")
-        if (
-            value is None
-            or value.shape != blank.shape
-            or value.dtype != torch.float64
-            or bool((value.isnan() | (value == torch.inf)).any())
-        ):
-            state = "missing" if value is None else f"{value.dtype} {list(value.shape)}, or NaN or inf,"
+        if value is None or value.shape != blank.shape or value.dtype != torch.float64:
+            state = "missing" if value is None else f"{value.dtype} {list(value.shape)}"
             raise CalibrationError(
-                f"{TENSORS}: {prefix}/{field} is {state} where float64 {list(blank.shape)} belongs; calibrate again"
+                f"{TENSORS}: {strict_json.named(f'{prefix}/{field}')} is {state} where float64 {list(blank.shape)} "
+                "belongs; calibrate again"
+            )
+        # -inf is an extreme of nothing.
+        good = ~(value.isnan() | (value == torch.inf)) if field in MAXIMA else value.isfinite()
+        if field in _COUNTED:
+            good &= value >= 0
+        if not bool(good.all()):
+            raise CalibrationError(
+                f"{TENSORS}: {strict_json.named(f'{prefix}/{field}')} holds NaN, inf or a negative count; "
+                "calibrate again"
             )
         found[field] = value
     return found
+
+
+def _check_modules(layers: tuple[AttentionLayer, ...], statistics: Mapping[str, Statistics]) -> None:
+    """The same layers in every domain, the attention's own among them."""
+    first, *rest = statistics.values()
+    for name, layer in ((layer.name, layer) for layer in layers):
+        for part in (layer.q, layer.k, layer.v, layer.o):
+            if part.module not in first.linears:
+                raise CalibrationError(f"{TENSORS}: nothing of {strict_json.named(part.module)}; calibrate again")
+        inputs = len(first.linears[layer.o.module]["input_amax"])
+        if inputs != layer.heads * layer.value_dim:
+            raise CalibrationError(
+                f"{TENSORS}: {strict_json.named(layer.o.module)} has {inputs} inputs, {FACTS} gives {name} "
+                f"{layer.heads} heads of {layer.value_dim}; calibrate again"
+            )
+    for other in rest:
+        for mine, theirs in zip(first.groups().values(), other.groups().values(), strict=True):
+            for module in sorted(mine.keys() | theirs.keys()):
+                shapes = [[t.shape for t in group.get(module, {}).values()] for group in (mine, theirs)]
+                if shapes[0] != shapes[1]:
+                    raise CalibrationError(
+                        f"{TENSORS}: {strict_json.named(module)} is not the same in every domain; calibrate again"
+                    )
 
 
 __all__ = [

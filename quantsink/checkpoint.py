@@ -1,6 +1,5 @@
 """Checkpoints on disk: written whole, loaded strictly, with a model card beside the weights."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Any
 from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from quantsink import strict_json
 from quantsink.errors import CheckpointError, QuantSinkError, UsageError
 from quantsink.files import contents, whole_folder, write_text
-from quantsink.integration import METHOD
+from quantsink.integration import METHOD, MOST_LAYERS
 from quantsink.source import DTYPES, check_device, model_class, shard_names
 
 CARD = "README.md"
@@ -76,8 +76,10 @@ def load(folder: str | Path, dtype: str = "auto", device: str = "cpu", trust_rem
                 f"{name}: holds code of its own (auto_map in config.json), which does not run unless you say so; read "
                 "it, then pass trust_remote_code=True"
             ) from error
-        first = " ".join(str(error).split())[:240]
-        raise CheckpointError(f"{name}: cannot be loaded: {type(error).__name__}: {first}") from error
+        kind, why = type(error).__name__, strict_json.said(error)
+        raise CheckpointError(
+            f"{name}: cannot be loaded: {kind}: {why}; fetch or export the checkpoint again"
+        ) from error
     if getattr(model, "quantization_method", None) != METHOD:
         raise CheckpointError(f"{name}: not a quantsink checkpoint; load it with transformers")
     return check_device(model, device).eval()
@@ -91,12 +93,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = strict_json.parse(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error}; fetch or export the checkpoint again") from error
     found = config.get("quantization_config") if isinstance(config, dict) else None
     if not isinstance(found, Mapping) or found.get("quant_method") != METHOD:
         raise CheckpointError(f"{path}: not a quantsink checkpoint; `quantsink export` writes one")
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        layers = part.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would make them one by one
+            raise CheckpointError(f"{path}: num_hidden_layers {strict_json.shown(layers)}; export the checkpoint again")
     return dict(found)
 
 

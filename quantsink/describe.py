@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,7 @@ from quantsink.checkpoint import payload_bytes, read_config
 from quantsink.errors import CheckpointError, UsageError
 from quantsink.integration import QuantSinkConfig
 from quantsink.kernels import Route
+from quantsink.strict_json import named, said
 
 
 def describe(path: Path) -> tuple[dict[str, Any], RenderableType]:
@@ -37,7 +39,9 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     try:
         config = QuantSinkConfig(**raw)
     except TypeError as error:
-        raise CheckpointError(f"{path / 'config.json'}: quantization_config is damaged: {error}") from error
+        raise CheckpointError(
+            f"{path / 'config.json'}: quantization_config is damaged: {said(error)}; export again"
+        ) from error
     bytes_by_type: dict[str, int] = {}
     routes: dict[str, list[int]] = {}
     for file in sorted(path.glob("*.safetensors")):
@@ -48,12 +52,14 @@ def _checkpoint(path: Path) -> dict[str, Any]:
                     kind = str(tensor.dtype).removeprefix("torch.")
                     bytes_by_type[kind] = bytes_by_type.get(kind, 0) + tensor.nbytes
                     if name.endswith(f".{TABLE}.routes"):
+                        if tensor.dtype != torch.uint8 or tensor.dim() != 1 or bool((tensor > max(Route)).any()):
+                            raise CheckpointError(
+                                f"{named(name)} in {file} holds values that cannot be right; export again"
+                            )
                         routes[name.removesuffix(f".{TABLE}.routes")] = tensor.tolist()
-                        if int(tensor.max()) > max(Route):
-                            raise CheckpointError(f"{name} in {file} holds values that cannot be right")
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: damaged: {error}; fetch or export the checkpoint again") from error
-    named = {r.name.lower(): sum(row.count(int(r)) for row in routes.values()) for r in Route}
+            raise CheckpointError(f"{file}: damaged: {said(error)}; fetch or export the checkpoint again") from error
+    by_route = {r.name.lower(): sum(row.count(int(r)) for row in routes.values()) for r in Route}
     return {
         "kind": "checkpoint",
         "format_version": config.format_version,
@@ -62,7 +68,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "linears": len(config.linears),
         "native_rows": sum(rows for rows, _ in config.linears.values()),
         "native_columns": sum(columns for _, columns in config.linears.values()),
-        "heads": named,
+        "heads": by_route,
         "bytes": bytes_by_type,
         "payload_bytes": payload_bytes(path),
         "layers": {name: [Route(r).name.lower() for r in row] for name, row in sorted(routes.items(), key=_by_number)},

@@ -21,19 +21,24 @@ from quantsink.attention import TABLE, AttentionTable
 from quantsink.cache import TABLE as CACHE_TABLE
 from quantsink.cache import CacheTable, install
 from quantsink.context import TokenContext
-from quantsink.errors import CheckpointError, QuantSinkError, RecipeError
+from quantsink.errors import ArchitectureError, CheckpointError, QuantSinkError, RecipeError
 from quantsink.experts import ExpertWeights, index_experts, put
 from quantsink.kernels import Route
 from quantsink.kernels.coded_attention.codes import WIDTHS
 from quantsink.linear import QuantizedLinear
 from quantsink.plan import CacheLayerPlan, CachePlan, LinearPlan, Plan, head_plan
 from quantsink.recipe import Recipe
+from quantsink.source import HASHED
+from quantsink.strict_json import named, said, shown
 
 METHOD = "quantsink"
 FORMAT_VERSION = 1
 UNIMPORTED = "quantsink checkpoint: run `import quantsink` before loading it (pip install quantsink)"
 """Stands as `attn_implementation` in config.json. transformers does not know such an attention and stops with it, so a
 user who forgot the import reads what to do; the quantizer replaces it as soon as quantsink is imported."""
+
+MOST_LAYERS = 2048
+"""Where quantization_config does not name more of them."""
 
 _DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F32": torch.float32}
 
@@ -55,6 +60,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
+        /,
         format_version: int,
         recipe: dict[str, Any],
         sink_size: int,
@@ -65,13 +71,17 @@ class QuantSinkConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
-        if isinstance(format_version, bool) or format_version != FORMAT_VERSION:
+        if type(format_version) is not int or format_version != FORMAT_VERSION:
             raise CheckpointError(
-                f"config.json: quantsink format {format_version!r}, this version reads {FORMAT_VERSION}; "
+                f"config.json: quantsink format {shown(format_version)}, this version reads {FORMAT_VERSION}; "
                 "update quantsink"
             )
         if unknown:
-            raise CheckpointError(f"config.json: quantization_config has an unknown key {sorted(unknown)[0]!r}")
+            raise CheckpointError(
+                f"config.json: quantization_config has an unknown key {shown(min(unknown))}; update quantsink"
+            )
+        if quant_method != METHOD:
+            raise CheckpointError(f"config.json: quant_method {shown(quant_method)} is not {METHOD!r}; export again")
         self.quant_method = quant_method  # type: ignore[assignment]  # a closed enum there
         self.format_version = format_version
         self.recipe = recipe
@@ -111,20 +121,38 @@ class QuantSinkConfig(QuantizationConfigMixin):
         try:
             recipe = Recipe.from_dict(self.recipe, "config.json: quantization_config.recipe")
         except RecipeError as error:
-            raise CheckpointError(str(error)) from None
+            raise CheckpointError(f"{error}; export again") from None
         native = recipe.attention.kind == "native", recipe.weights == "native"
         if (native[0] and self.attentions) or (native[1] and (self.linears or self.experts)):
-            raise CheckpointError("config.json: quantization_config.recipe contradicts its linears or attentions")
+            raise CheckpointError(
+                "config.json: quantization_config.recipe contradicts its linears, attentions or experts; export again"
+            )
         good = (
             _counts(self.linears, 2) and _counts(self.attentions, 3) and _count(self.sink_size) and self.sink_size > 0
         )
-        good = good and isinstance(self.experts, list) and all(isinstance(name, str) for name in self.experts)
+        good = good and isinstance(self.experts, list) and all(map(_name, self.experts))
         if not good:
             raise CheckpointError(
                 "config.json: quantization_config.linears, attentions, experts or sink_size is damaged; export again"
             )
-        self.cache_plan()
+        kept = self.cache_plan()
+        if not _agree(recipe, self.sink_size, kept):
+            raise CheckpointError(
+                "config.json: quantization_config.recipe contradicts its kv_cache or sink_size; export again"
+            )
         return recipe
+
+
+def _agree(recipe: Recipe, sink_size: int, kept: CachePlan | None) -> bool:
+    """What the recipe asks for by number is what was planned."""
+    wanted = recipe.kv_cache
+    if kept is None or wanted.bits is None:
+        return kept is None and wanted.bits is None and recipe.sink_size in (None, sink_size)
+    return (
+        recipe.sink_size in (None, sink_size)
+        and (kept.residual, kept.max_length, kept.rounding) == (wanted.residual, wanted.max_length, wanted.rounding)
+        and (kept.sinks >= sink_size if wanted.sink_size is None else kept.sinks == wanted.sink_size)
+    )
 
 
 def _cache_to_dict(plan: CachePlan) -> dict[str, Any]:
@@ -150,6 +178,8 @@ def _cache_from_dict(data: Any) -> CachePlan:
         if data["max_length"] is not None and not _count(data["max_length"]):
             raise ValueError
         for name, layer in data["layers"].items():
+            if not _name(name):
+                raise ValueError
             bits, windows = layer["bits"], layer["windows"]
             if set(layer) != {"bits", "windows"} or len(bits) != len(windows) or not all(map(_count, windows)):
                 raise ValueError
@@ -163,9 +193,14 @@ def _cache_from_dict(data: Any) -> CachePlan:
 
 def _counts(value: object, length: int) -> bool:
     return isinstance(value, Mapping) and all(
-        isinstance(name, str) and isinstance(item, Sequence) and len(item) == length and all(map(_count, item))
+        _name(name) and isinstance(item, Sequence) and len(item) == length and all(map(_count, item))
         for name, item in value.items()
     )
+
+
+def _name(value: object) -> bool:
+    """A module's dotted name; nothing that would break an error's one line."""
+    return isinstance(value, str) and 0 < len(value) <= 1000 and value.isprintable()
 
 
 def _count(value: object) -> bool:
@@ -182,6 +217,7 @@ class QuantSinkQuantizer(HfQuantizer):
     """The model class takes our attention only once its modules are there."""
 
     def update_attn_implementation(self, config: Any) -> Any:
+        self._check_layers(config)
         wanted = config._attn_implementation
         ours = self.quantization_config.attentions or self.quantization_config.kv_cache is not None
         own = attention.NAME if ours else None
@@ -195,6 +231,13 @@ class QuantSinkQuantizer(HfQuantizer):
                 wanted,
             )
         return config
+
+    def _check_layers(self, config: Any) -> None:
+        """Before the model is built: a damaged number of layers would have transformers build for hours."""
+        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+        most = max(len(self.quantization_config.attentions), MOST_LAYERS)
+        if isinstance(layers, int) and layers > most:
+            raise CheckpointError(f"config.json: num_hidden_layers {layers}, {most} at most here; export again")
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         build(model, self.quantization_config)
@@ -235,7 +278,10 @@ def build(model: Any, config: QuantSinkConfig) -> None:
         CheckpointError: the config names a module that the model does not have, or other head counts.
     """
     recipe = config.parsed()
-    architecture = Architecture.of(model)
+    try:
+        architecture = Architecture.of(model)
+    except ArchitectureError as error:
+        raise CheckpointError(f"config.json: {error}; export again") from error
     modules = dict(model.named_modules())
     context = TokenContext(config.sink_size)
     context.attach(modules[architecture.decoder])
@@ -254,7 +300,9 @@ def build(model: Any, config: QuantSinkConfig) -> None:
     for name, (rows, columns) in config.linears.items():
         linear = modules.get(name)
         if linear is None or not is_linear(linear) or rows > sizes(linear)[0] or columns > sizes(linear)[1]:
-            raise CheckpointError(f"config.json: {name} [{rows}, {columns}] does not fit a linear layer of the model")
+            raise CheckpointError(
+                f"config.json: {name} [{rows}, {columns}] does not fit a linear layer of the model; export again"
+            )
         plan = LinearPlan(recipe.activations.kind, recipe.activations.sink_rows)
         replace(model, name, QuantizedLinear.empty(name, linear, plan, rows, columns, context))
     known = {experts.name: experts for experts in architecture.experts}
@@ -291,7 +339,9 @@ def check_tensors(model: Any, files: Sequence[Path]) -> None:
                     part = shard.get_slice(name)
                     found[name] = (file, tuple(part.get_shape()), part.get_dtype())
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file.name}: damaged: {error}; fetch or export the checkpoint again") from error
+            raise CheckpointError(
+                f"{file.name}: damaged: {said(error)}; fetch or export the checkpoint again"
+            ) from error
     expected = model.state_dict()
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     where = ", ".join(file.name for file in files[:3])
@@ -310,7 +360,9 @@ def check_tensors(model: Any, files: Sequence[Path]) -> None:
             )
     surplus = sorted(found.keys() - expected.keys())
     if surplus:
-        raise CheckpointError(f"{surplus[0]} in {found[surplus[0]][0].name} does not belong to this model")
+        raise CheckpointError(
+            f"{named(surplus[0])} in {found[surplus[0]][0].name} does not belong to this model; export it again"
+        )
 
 
 def check_values(model: Any) -> None:
@@ -326,6 +378,13 @@ def check_values(model: Any) -> None:
                     raise CheckpointError(
                         f"{prefix}.{name} holds values that cannot be right; export the checkpoint again"
                     )
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_floating_point() and parameter.device.type != "meta" and not _finite(parameter):
+                raise CheckpointError(f"{prefix}.{name} holds NaN or inf; fetch or export the checkpoint again")
+
+
+def _finite(parameter: torch.Tensor) -> bool:
+    return all(bool(part.isfinite().all()) for part in parameter.detach().flatten().split(HASHED))
 
 
 def _good_values(module: Any, name: str, tensor: torch.Tensor) -> bool:

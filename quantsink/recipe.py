@@ -4,13 +4,13 @@ import dataclasses
 import fnmatch
 import json
 import math
-import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from quantsink import strict_json
 from quantsink.errors import RecipeError
 
 
@@ -113,7 +113,7 @@ class Recipe:
         _check(t.native_heads >= 0, "attention.native_heads: 0 or more")
         kv = self.kv_cache
         _check(kv.bits is None or 2 <= kv.bits <= 8, "kv_cache.bits: from 2 to 8")
-        _check(kv.stream in ("off", "auto") or kv.stream.isdigit(), "kv_cache.stream: off, auto or a number of tokens")
+        _check(kv.stream in ("off", "auto") or _number(kv.stream), "kv_cache.stream: off, auto or a number of tokens")
         _check(self.sink_size is None or self.sink_size >= 1, "sink_size: 1 or more")
         _check(0 < self.sink_threshold <= 1, "sink_threshold: above 0, up to 1")
         _check(0 < self.entropy_threshold <= 1, "entropy_threshold: above 0, up to 1")
@@ -128,14 +128,19 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: object, place: str = "recipe") -> "Recipe":
         """Build a recipe from parsed JSON. `place` names the origin in errors. Missing keys take their defaults."""
-        return typing.cast(Recipe, _build(cls, data, place))
+        try:
+            return typing.cast(Recipe, strict_json.build(cls, data, place))
+        except ValueError as error:
+            raise RecipeError(f"{error}; `quantsink recipe` prints a good one") from None
+        except RecipeError as error:
+            raise RecipeError(f"{place}{str(error).removeprefix('recipe')}") from None
 
     @classmethod
     def from_json(cls, text: str, place: str = "recipe") -> "Recipe":
         try:
-            data = json.loads(text, object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
-            raise RecipeError(f"{place}: not valid JSON: {error}") from None
+            data = strict_json.parse(text)
+        except ValueError as error:
+            raise RecipeError(f"{place}: not valid JSON: {error}; `quantsink recipe` prints a good one") from None
         return cls.from_dict(data, place)
 
     @classmethod
@@ -145,13 +150,14 @@ class Recipe:
             return name
         if str(name) in PRESETS:
             return PRESETS[str(name)]
-        path = Path(name)
-        if not path.is_file():
-            raise RecipeError(f"recipe {str(name)!r}: neither a preset ({', '.join(PRESETS)}) nor a file")
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+            text = Path(name).read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise RecipeError(f"{path}: a recipe is UTF-8 JSON; write one with `quantsink recipe`") from None
+            raise RecipeError(f"{name}: a recipe is UTF-8 JSON; write one with `quantsink recipe`") from None
+        except (OSError, ValueError):  # no such file, a folder, a name that no file can have
+            wanted = strict_json.shown(str(name))
+            raise RecipeError(f"recipe {wanted}: neither a preset ({', '.join(PRESETS)}) nor a file") from None
+        return cls.from_json(text, str(name))
 
 
 def excluded(name: str, patterns: Iterable[str]) -> bool:
@@ -172,11 +178,9 @@ def _check(good: bool, message: str) -> None:
         raise RecipeError(f"recipe: {message}")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
-    return dict(pairs)
+def _number(text: str) -> bool:
+    """Digits that `int` takes; str.isdigit also knows superscripts."""
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _plain(value: Any) -> Any:
@@ -185,40 +189,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return "inf" if value == math.inf else value
-
-
-def _build(cls: type, data: object, place: str) -> Any:
-    if not isinstance(data, dict):
-        raise RecipeError(f"{place}: expected an object, found {type(data).__name__}")
-    hints = typing.get_type_hints(cls)
-    unknown = [key for key in data if key not in hints]
-    if unknown:
-        raise RecipeError(f"{place}: unknown key {unknown[0]!r}; known are {', '.join(hints)}")
-    return cls(**{key: _value(hints[key], item, f"{place}.{key}") for key, item in data.items()})
-
-
-def _value(hint: Any, value: object, place: str) -> Any:
-    origin = typing.get_origin(hint)
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, place)
-    if origin is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise RecipeError(f"{place}: {value!r} is not one of {', '.join(choices)}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise RecipeError(f"{place}: expected a list of strings")
-        return tuple(value)
-    if origin is types.UnionType:
-        return None if value is None else _value(typing.get_args(hint)[0], value, place)
-    if hint is float and value == "inf":
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, (int, float) if hint is float else hint):
-        raise RecipeError(f"{place}: expected {hint.__name__}, found {value!r}")
-    if hint is float and not -1e300 < typing.cast(float, value) < 1e300:
-        raise RecipeError(f"{place}: expected a finite number, found {value!r}")
-    return hint(value)
 
 
 _NATIVE_ATTENTION = Attention(kind="native", sinks="none")

@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from quantsink import strict_json
 from quantsink.errors import ModelError, UsageError
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -146,7 +147,8 @@ class Source:
 
 def model_class(config: Any) -> Any:
     """What loads a model: AutoModelForCausalLM, or the own class of one that cannot generate, such as an encoder."""
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    names = getattr(config, "architectures", None)
+    named = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     return AutoModelForCausalLM if named is None or named.can_generate() else named
 
 
@@ -157,12 +159,12 @@ def shard_names(index: Path) -> list[str]:
         ModelError: a damaged index, or one that names a file outside its own folder.
     """
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(strict_json.parse(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index}: cannot be read: {type(error).__name__}: {error}; fetch the model again") from error
+        raise ModelError(f"{index}: cannot be read: {strict_json.said(error)}; fetch the model again") from error
     outside = [name for name in names if not isinstance(name, str) or not _SHARD.fullmatch(name)]
     if outside or not names:
-        found = f"names {outside[0]!r}, no file beside it" if outside else "names no file"
+        found = f"names {strict_json.shown(outside[0])}, no file beside it" if outside else "names no file"
         raise ModelError(f"{index}: {found}; do not use this model, or fetch it again")
     return names
 
@@ -250,7 +252,7 @@ def fingerprint(config: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> 
         for digest in digests:
             digest.update(f"{name}{tuple(values.shape)}".encode())
         for part in values.flatten().split(HASHED):
-            if not bool(part.isfinite().all()):
+            if part.numel() and not bool(part.amax().isfinite() & part.amin().isfinite()):  # both carry NaN
                 raise ModelError(f"{name}: holds NaN or inf; this model cannot be measured or quantized")
             for digest, rounded in zip(digests, (part, part.half()), strict=True):
                 digest.update(rounded.to(torch.bfloat16).view(torch.uint8).numpy())
