@@ -244,7 +244,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(tiny_llama, tokenize
 
     model = tiny_llama(max_position_embeddings=8192)
     peaks = {}
-    for length in (512, 4096):
+    for length in (512, 8192):
         collector = Collector(model, Architecture.of(model), sink_size=1)
         tokens = torch.randint(2, 258, (1, length))
         with (
@@ -253,4 +253,4 @@ def test_memory_does_not_grow_with_the_square_of_the_length(tiny_llama, tokenize
         ):
             collector.run(tokens)
         peaks[length] = max(event.cpu_memory_usage for event in profile.events())
-    assert peaks[4096] < 16 * peaks[512], "8 x the length; 64 x would be the square"
+    assert peaks[8192] < 32 * peaks[512], "16 x the length; 256 x would be the square"

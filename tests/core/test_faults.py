@@ -179,6 +179,38 @@ def test_15_learned_sinks_stay_in_the_denominator(tokenizer):
     assert (without - found.logits).abs().median() > 10 * error  # medians: a token may go to another expert
 
 
+def test_16_bits_and_bytes_are_those_on_disk(tiny_llama, tokenizer, tmp_path):
+    """What an export prints and what a report counts in memory, against the files."""
+    from quantsink.eval.footprint import footprint
+    from quantsink.export import export
+
+    model = tiny_llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    calibrated(model, tokenizer).save(tmp_path / "calibration")
+    found = export(str(tmp_path / "model"), tmp_path / "calibration", tmp_path / "out", measure=False)
+    disk = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert found.payload_bytes == disk
+    assert found.bits_weight == pytest.approx(disk * 8 / found.parameters, rel=0.01)
+    counted = footprint(quantsink.load(tmp_path / "out"), Architecture.of(model), found.parameters)
+    assert counted.payload_bytes == pytest.approx(disk, rel=0.01)
+    assert counted.bits_weight == pytest.approx(disk * 8 / found.parameters, rel=0.01)
+
+
+def test_19_a_generation_config_that_cannot_be_saved(tiny_llama, tokenizer, tmp_path):
+    from quantsink.export import export
+
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    calibrated(model, tokenizer).save(tmp_path / "calibration")
+    file = tmp_path / "model" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "do_sample": False, "temperature": 0.3}))
+    with pytest.raises(quantsink.QuantSinkError, match="cannot save its generation config"):
+        export(str(tmp_path / "model"), tmp_path / "calibration", tmp_path / "out", measure=False)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox", "gpt2"])
 def test_20_every_type_gives_the_same_sinks(name, tokenizer):
     found = {}
