@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantsink.adopted import adopt
 from quantsink.errors import ArchitectureError
+from quantsink.source import input_device
 
 SEPARATE_NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "in_proj")
@@ -373,7 +374,7 @@ def _blocks(kind: str, model: nn.Module, found: tuple[AttentionLayer, ...]) -> d
 
 def example(model: Any) -> dict[str, Tensor]:
     """The smallest input that a model takes: one token, or one picture."""
-    device = next(p.device for p in model.parameters() if not p.is_meta)
+    device = input_device(model)
     if model.main_input_name == "pixel_values":
         config = model.config
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2

@@ -153,9 +153,14 @@ def offloaded(folder):
 
 LAYER = {"model.layers.1": "disk"}
 MOST = LAYER | {"model.embed_tokens": "disk", "model.layers.0": "disk", "lm_head": "disk"}
+ALL = MOST | {"model.norm": "disk"}
 
 
-@pytest.mark.parametrize(("places", "data"), [(LAYER, "builtin:prose"), (MOST, "self")], ids=["a layer", "most"])
+@pytest.mark.parametrize(
+    ("places", "data"),
+    [(LAYER, "builtin:prose"), (MOST, "self"), (ALL, "builtin:prose")],
+    ids=["a layer", "most", "all"],
+)
 def test_an_offloaded_model_calibrates_to_the_same_bits(places, data, offloaded, tiny_llama, tokenizer):
     options = {"seq_len": 24, "max_tokens": 48}
     whole = calibrate(tiny_llama(), tokenizer, data, **options)
