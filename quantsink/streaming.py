@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from quantsink import strict_json
 from quantsink.apply import apply, dead_channels, warn_of_zeros
 from quantsink.architecture import Architecture, matrix
 from quantsink.attention import AttentionTable
@@ -114,7 +115,7 @@ def _header(file: Path) -> dict[str, Stored]:
             length = int.from_bytes(opened.read(8), "little")
             if length > min(_LONGEST_HEADER, file.stat().st_size):
                 raise ValueError("its header is longer than the file")
-            entries = json.loads(opened.read(length))
+            entries = strict_json.parse(opened.read(length))
         entries.pop("__metadata__", None)
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = entry["data_offsets"]
