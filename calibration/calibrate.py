@@ -27,7 +27,7 @@ from quantsink.calibration.calibration import (
 from quantsink.calibration.collect import FIRST_ROW, Collector, collecting
 from quantsink.calibration.processes import ALONE, Processes
 from quantsink.calibration.statistics import Fields
-from quantsink.calibration.text import Windows, parse_spec, pictures, sample_self, windows
+from quantsink.calibration.text import Windows, parse_spec, sample_self, tensors, windows
 from quantsink.errors import CalibrationError, DataError, UsageError
 from quantsink.files import write_bytes
 from quantsink.source import check_length, check_vocabulary, input_device, model_fingerprint, tokenizer_fingerprint
@@ -97,8 +97,8 @@ def calibrate(
     """Measure every attention head and linear layer of `model` on text.
 
     Args:
-        data: one SPEC or several; each is a domain of its own (docs/cli.md). For a model of pictures: `[N, C, H, W]`,
-            with `tokenizer` None.
+        data: one SPEC or several; each is a domain of its own (docs/cli.md). With `tokenizer` None: `[N, C, H, W]` for
+            a model of pictures, `[N, L, K]` for one whose main input is `inputs_embeds`.
         seq_len: tokens a window, BOS included.
         max_tokens: tokens in all, shared evenly by the domains.
         sink_size: sink tokens at the start of each sequence.
@@ -126,7 +126,8 @@ def calibrate(
     if error_windows < 0:
         raise UsageError(f"--error-windows {error_windows}: 0 or more")
     if isinstance(data, torch.Tensor):
-        texts = [("pictures", pictures(model, data))]
+        found = tensors(model, data)
+        texts = [(found.name, found)]
     else:
         if model.main_input_name != "input_ids":
             raise UsageError(f"{type(model).__name__} takes {model.main_input_name}; give a tensor of them as data")

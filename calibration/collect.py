@@ -78,13 +78,13 @@ class Collector:
     def run(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
         """Measure one batch `[B, L]`; `attention_mask` `[B, L]` marks real tokens (1), in one run per row.
 
-        A batch `[B, C, H, W]` is of pictures, as many tokens as the model makes of them.
+        A batch of floating numbers is the model's main input, as many tokens as it makes of them.
         """
         self._seen.clear()
         decoder = self._modules[self.architecture.decoder]
-        if ids.dim() == 4:
+        if ids.is_floating_point():
             self._real, self._length = [], 0
-            decoder(pixel_values=ids)
+            decoder(**{self.model.main_input_name: ids})
         else:
             self._real, self._length = _real_ranges(ids, attention_mask), ids.shape[1]
             options = {"use_cache": False} if self.architecture.causal else {}
@@ -207,7 +207,7 @@ class Collector:
     def linear(self, name: str, x: Tensor) -> None:
         """Called with the input `[B, L, K]` or `[B * L, K]` of each linear layer; a shared one is seen once."""
         last, found = self._last
-        if not self._real:  # the first layer that sees pictures' tokens
+        if not self._real:  # the first layer that sees the tokens
             self._real, self._length = [(0, x.shape[1])] * len(x), x.shape[1]
         if last is not x:
             given, batch = x, len(self._real)

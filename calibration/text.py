@@ -187,22 +187,26 @@ def windows(
 
 
 @torch.no_grad()
-def pictures(model: Any, pixels: torch.Tensor) -> Windows:
-    """Pictures `[N, C, H, W]`, each a window of as many tokens as the model makes of it.
+def tensors(model: Any, data: torch.Tensor) -> Windows:
+    """Pictures `[N, C, H, W]`, each a window of as many tokens as the model makes of it, or vectors `[N, L, K]` for a
+    model whose main input they are, each a window of L tokens.
 
     Raises:
-        UsageError: not pictures, or a model that takes none.
+        UsageError: neither, or a model that takes something else.
     """
-    if model.main_input_name != "pixel_values" or pixels.dim() != 4 or not len(pixels):
+    name, dims = {"pixel_values": ("pictures", 4), "inputs_embeds": ("vectors", 3)}.get(model.main_input_name, ("", 0))
+    if data.dim() != dims or not data.numel():
         raise UsageError(
-            f"data: a tensor {list(pixels.shape)} where {type(model).__name__} takes {model.main_input_name}; give "
-            "text, or [N, C, H, W] pictures to a model of pictures"
+            f"data: a tensor {list(data.shape)} where {type(model).__name__} takes {model.main_input_name}; give "
+            "text, [N, C, H, W] pictures to a model of pictures, or [N, L, K] vectors to a model of inputs_embeds"
         )
     device, dtype = input_device(model), next(model.parameters()).dtype
-    tokens = model(pixel_values=pixels[:1].to(device, dtype), output_hidden_states=True).hidden_states[0].shape[1]
-    ids = tuple(picture.to(dtype) for picture in pixels)
-    digest = _fingerprint("pictures", tokens, [picture.float().contiguous().view(torch.int32) for picture in ids])
-    return Windows("pictures", ids, tokens * len(ids), len(ids), None, 0, True, digest)
+    tokens = data.shape[1]
+    if name == "pictures":
+        tokens = model(pixel_values=data[:1].to(device, dtype), output_hidden_states=True).hidden_states[0].shape[1]
+    ids = tuple(part.to(dtype) for part in data)
+    digest = _fingerprint(name, tokens, [part.float().contiguous().view(torch.int32) for part in ids])
+    return Windows(name, ids, tokens * len(ids), len(ids), None, 0, True, digest)
 
 
 @torch.no_grad()

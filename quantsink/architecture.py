@@ -373,11 +373,13 @@ def _blocks(kind: str, model: nn.Module, found: tuple[AttentionLayer, ...]) -> d
 
 
 def example(model: Any) -> dict[str, Tensor]:
-    """The smallest input that a model takes: one token, or one picture."""
+    """The smallest input that a model takes: one token, or one picture; what it says itself, if that is vectors."""
     device = input_device(model)
     if model.main_input_name == "pixel_values":
         config = model.config
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
         dtype = next(model.parameters()).dtype
         return {"pixel_values": torch.zeros(1, config.num_channels, *size, device=device, dtype=dtype)}
+    if model.main_input_name == "inputs_embeds":
+        return {"inputs_embeds": model.dummy_inputs["inputs_embeds"].to(device)}
     return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}

@@ -3,7 +3,6 @@
 Exit 0 done, 1 failed, 2 used wrongly. Errors are one line; a traceback comes only with --debug.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -11,14 +10,27 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from quantsink import cli_lab
+from quantsink.console import (
+    Bos,
+    Debug,
+    Device,
+    Dtype,
+    Force,
+    Json,
+    Model,
+    Out,
+    TrustRemoteCode,
+    loading,
+    progress_bar,
+    stderr,
+)
 from quantsink.errors import QuantSinkError, UsageError
 
 app = typer.Typer(
@@ -29,19 +41,7 @@ app = typer.Typer(
     help="Quantize transformers to 8 bits without breaking their attention sinks.\n\n"
     "Calibrate a model, export a quantized checkpoint, report what it cost. Try `quantsink demo` first.",
 )
-stderr = Console(stderr=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an output that is there already.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or .gguf file.", show_default=False)]
-Out = Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to write.", show_default=False)]
-Device = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own; float32 for GGUF), float32, bfloat16, float16.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the code that MODEL's repository brings along.")
-]
-Bos = Annotated[bool, typer.Option("--bos/--no-bos", help="Start each window with the BOS token, where there is one.")]
+app.add_typer(cli_lab.app, name="lab")
 
 
 @app.command(epilog="Example: quantsink calibrate HuggingFaceTB/SmolLM2-135M -o calibration --data builtin:prose")
@@ -448,41 +448,6 @@ def demo(
     _print_report(found)
     page = output / "report" / "report.html"
     stderr.print(f"written in {seconds:.0f} s: {output}; open {page}", soft_wrap=True)
-
-
-@contextlib.contextmanager
-def loading(what: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what goes on; a spinner on a terminal."""
-    from quantsink.source import quiet_loading
-
-    with quiet_loading(), stderr.status(what) as status:
-        if not stderr.is_terminal:
-            stderr.print(what, soft_wrap=True)
-
-        def say(text: str) -> None:
-            status.update(text)
-            if not stderr.is_terminal:
-                stderr.print(text, soft_wrap=True)
-
-        yield say
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar with an estimate on stderr; `progress(name, done, total)` moves it, one line per name."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=stderr) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=total)
-            bar.update(tasks[name], completed=done, total=total)
-
-        yield progress
 
 
 def main(arguments: list[str] | None = None) -> int:

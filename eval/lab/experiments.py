@@ -1,0 +1,121 @@
+"""Each experiment from its options to a `Finding`: figures, tables, pictures and the seconds it took."""
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quantsink.errors import UsageError
+from quantsink.eval.lab.jobs import Progress
+from quantsink.eval.lab.output import Finding
+
+
+def trigger(seeds: int | None, quick: bool, workers: int | None, progress: Progress | None = None) -> Finding:
+    from quantsink.eval.lab import trigger_runs, trigger_tables
+
+    scale = _scale(trigger_runs.QUICK if quick else trigger_runs.FULL, seeds)
+    started = time.monotonic()
+    runs = trigger_runs.run_trigger(scale, progress, workers)
+    return _finding(
+        "trigger",
+        "The trigger task",
+        {"scale": dataclasses.asdict(scale), "runs": [dataclasses.asdict(run) for run in runs]},
+        trigger_tables.trigger_tables(runs),
+        trigger_tables.trigger_plots(runs),
+        started,
+    )
+
+
+def language(seeds: int | None, quick: bool, workers: int | None, progress: Progress | None = None) -> Finding:
+    from quantsink.eval.lab import language_runs, language_tables
+
+    scale = _scale(language_runs.QUICK if quick else language_runs.FULL, seeds)
+    started = time.monotonic()
+    result = language_runs.run_language(scale, progress, workers)
+    return _finding(
+        "language",
+        "Small language models",
+        {"scale": dataclasses.asdict(scale), "result": dataclasses.asdict(result)},
+        language_tables.language_tables(result),
+        language_tables.language_plots(result),
+        started,
+    )
+
+
+def vision(seeds: int | None, quick: bool, workers: int | None, progress: Progress | None = None) -> Finding:
+    """
+    Raises:
+        UsageError: scikit-learn, which carries the digits, is not installed.
+    """
+    from quantsink.eval.lab import vision as experiment
+    from quantsink.eval.lab import vision_tables
+
+    check_vision()
+    scale = _scale(experiment.QUICK if quick else experiment.FULL, seeds)
+    started = time.monotonic()
+    runs = experiment.run_vision(scale, progress, workers)
+    return _finding(
+        "vision",
+        "A small ViT on digits",
+        {"scale": dataclasses.asdict(scale), "runs": [dataclasses.asdict(run) for run in runs]},
+        vision_tables.vision_tables(runs),
+        vision_tables.vision_plots(runs),
+        started,
+    )
+
+
+def check_vision() -> None:
+    if importlib.util.find_spec("sklearn") is None:
+        raise UsageError("lab vision: the digits come with scikit-learn; pip install 'quantsink[lab]'")
+
+
+def profile(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    data: str,
+    quick: bool,
+    notes: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Finding:
+    """A real model's position shares, sleeping heads and what wakes them, and streaming with and without its sinks."""
+    from quantsink.eval.lab import profile_plots, profile_tables
+    from quantsink.eval.lab.profile import Passes, ProfileSettings, measure_profile
+    from quantsink.eval.lab.streaming import measure_streaming
+
+    label = name.replace("\\", "/").rpartition("/")[2]
+    told: Callable[[str, int, int], None] | None = None
+    if progress is not None:
+        given = progress
+
+        def told(what: str, done: int, total: int) -> None:
+            given(f"{label}: {what}", done, total)
+
+    started = time.monotonic()
+    passes: Passes = {}
+    settings = ProfileSettings.quick() if quick else ProfileSettings()
+    found = measure_profile(model, tokenizer, name=label, text=data, settings=settings, passes=passes, progress=told)
+    sizes: dict[str, Any] = {"tokens": 512, "window": 64} if quick else {}
+    stream = measure_streaming(model, tokenizer, name=label, text=data, passes=passes, progress=told, **sizes)
+    tables = [*profile_tables.profile_grids(found), profile_tables.streaming_grid(stream)]
+    short = "".join(letter if letter.isalnum() else "-" for letter in label.removesuffix(".gguf")).lower()
+    pictures = {f"{short}-{file}": data for file, data in profile_plots.profile_plots(found, stream).items()}
+    return _finding(
+        "profile",
+        f"Profile of {label}",
+        {"notes": list(notes), "profile": found.to_dict(), "streaming": stream.to_dict()},
+        tables,
+        pictures,
+        started,
+    )
+
+
+def _scale(scale: Any, seeds: int | None) -> Any:
+    return scale if seeds is None else dataclasses.replace(scale, seeds=seeds)
+
+
+def _finding(
+    name: str, title: str, data: dict[str, Any], tables: Sequence[Any], pictures: dict[str, bytes], started: float
+) -> Finding:
+    return Finding(name, title, data, tuple(tables), pictures, time.monotonic() - started)

@@ -1,0 +1,68 @@
+"""Many small trainings, one a process: a model of a few thousand numbers gains nothing from a second thread."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is, and how much there is."""
+
+
+def run_jobs(
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    *,
+    name: str,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> list[Result]:
+    """`function` of every job, in their order; each runs on one thread, so results do not depend on `workers`.
+
+    Args:
+        function: of a module, so that another process finds it. Jobs and results must be picklable.
+        workers: processes; None: as many as there are cores. With 1 all runs in this process.
+    """
+    count = min(workers or len(os.sched_getaffinity(0)), len(jobs))
+    done = 0
+    results: dict[int, Result] = {}
+
+    def finished(index: int, result: Result) -> None:
+        nonlocal done
+        results[index], done = result, done + 1
+        if progress is not None:
+            progress(name, done, len(jobs))
+
+    if progress is not None:
+        progress(name, 0, len(jobs))
+    if count <= 1:
+        with one_thread():
+            for index, job in enumerate(jobs):
+                finished(index, function(job))
+    else:
+        context: Any = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(count, context, torch.set_num_threads, (1,)) as pool:
+            numbers = {pool.submit(function, job): index for index, job in enumerate(jobs)}
+            try:
+                for future in as_completed(numbers):
+                    finished(numbers[future], future.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return [results[index] for index in range(len(jobs))]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

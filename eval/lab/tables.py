@@ -1,0 +1,82 @@
+"""One table, printed on a terminal and written as Markdown; figures of several seeds as mean and spread."""
+
+import io
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` hold finished text, words in the first `left` columns. `notes`: what the figures rest on."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    left: int = 1
+
+    def rich(self) -> RichTable:
+        table = RichTable(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for index, name in enumerate(self.columns):
+            table.add_column(escape(name), justify="left" if index < self.left else "right")
+        for row in self.rows:
+            table.add_row(*(escape(cell.replace("`", "")) for cell in row))
+        table.caption, table.caption_justify = escape("\n".join(self.notes)), "left"
+        return table
+
+    def markdown(self) -> str:
+        rule = tuple("---" if index < self.left else "---:" for index in range(len(self.columns)))
+        lines = [self.columns, rule, *(tuple(cell.replace("|", "\\|") for cell in row) for row in self.rows)]
+        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return f"### {self.title}\n\n{body}\n" + (f"\n{notes}\n" if notes else "")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of several seeds: mean and standard deviation (of a sample; 0 for one seed), smallest and largest."""
+
+    mean: float
+    sd: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        found = [float(value) for value in values]
+        sd = statistics.stdev(found) if len(found) > 1 else 0.0
+        return cls(statistics.fmean(found), sd, min(found), max(found))
+
+    def text(self, digits: int = 3) -> str:
+        return f"{self.mean:.{digits}f} ± {self.sd:.{digits}f}"
+
+    def short(self) -> str:
+        """Three significant digits, for figures of very different sizes."""
+        return f"{_significant(self.mean)} ± {_significant(self.sd)}"
+
+
+def _significant(value: float) -> str:
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.2e}" if abs(value) < 1e-3 else f"{value:.3g}"
+
+
+def percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f}%"
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    return "\n".join(table.markdown() for table in tables)
+
+
+def png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": "quantsink"})
+    return buffer.getvalue()
