@@ -29,12 +29,15 @@ kernels: | $(BIN)/python ## rebuild the C++ kernels in place, after a change in 
 demo: $(STAMP) ## calibrate, quantize and report on a small real model; result in demo/
 	$(BIN)/quantsink demo -o demo
 
+# Each file in one of two processes, each test on one thread: most are too small to gain from a second.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP) ## run every test; ARGS='-m "not real"' passes options to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # The kernels and the readers of files do not know transformers: their tests need not run again.
 test-oldest: build/oldest/.installed ## the tests without real models and kernels, on the oldest transformers that pyproject.toml declares
-	build/oldest/bin/python -m pytest -m "not real" --ignore=tests/kernels --ignore=tests/fuzz -p no:cacheprovider $(ARGS)
+	build/oldest/bin/python -m pytest $(PARALLEL) -m "not real" --ignore=tests/kernels --ignore=tests/fuzz -p no:cacheprovider $(ARGS)
 
 # Everything but transformers comes from .venv, the built kernels too.
 OLDEST := 5.20.2

@@ -1,8 +1,10 @@
 """Fixtures: tiny models with random weights, a tiny tokenizer, and the real models where they are installed."""
 
+import contextlib
+import fcntl
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,39 @@ import quantsink  # noqa: F401  (registers the format)
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("QUANTSINK_DATA", ROOT.parent / "shared" / "data"))
+
+THREADS = torch.get_num_threads()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The long ones first, so that no worker is left with one at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("real") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """With several workers each test has one thread; one marked `alone` has the machine, setup and all."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    torch.set_num_threads(THREADS if alone else 1)
+    with turn(alone):
+        return (yield)
+
+
+@contextlib.contextmanager
+def turn(alone: bool) -> Iterator[None]:
+    """Hold the room with others, or by oneself. Who waits for it alone keeps the door, so that it does get empty."""
+    folder = ROOT / "build"
+    folder.mkdir(exist_ok=True)
+    # Closing a file gives its lock back.
+    with (folder / "tests.door").open("w") as door, (folder / "tests.room").open("w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(door, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(scope="session")

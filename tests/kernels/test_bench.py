@@ -20,6 +20,7 @@ def rows_of(script: str, *arguments: str, folder: Path, monkeypatch: pytest.Monk
     return rows
 
 
+@pytest.mark.alone
 def test_reference_is_no_slower_than_four_times_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -32,6 +33,7 @@ def test_reference_is_no_slower_than_four_times_eager(
     assert "prefill 1024" in capsys.readouterr().out
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(library() is None, reason="the C++ kernels were not built")
 @pytest.mark.parametrize("name", ["prefill_int8_4096", "decode_4bit_32k"])
 def test_kernels_beat_torch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

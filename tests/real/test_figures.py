@@ -92,6 +92,7 @@ def test_statistics_equal_a_full_eager_computation(smollm2, wikitext):
         assert torch.allclose(found["rest_peak"], rows[..., 1:].amax(-1).mean(-1), atol=1e-5), layer.name
 
 
+@pytest.mark.alone
 def test_calibration_takes_at_most_twice_a_forward_pass(model_and_tokenizer, wikitext):
     """Everything that `calibrate` does, against SDPA forward passes over the same windows, in turn; medians."""
     model, tokenizer = model_and_tokenizer
