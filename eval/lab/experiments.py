@@ -81,7 +81,8 @@ def profile(
 ) -> Finding:
     """A real model's position shares, sleeping heads and what wakes them, and streaming with and without its sinks."""
     from quantsink.eval.lab import profile_plots, profile_tables
-    from quantsink.eval.lab.profile import Passes, ProfileSettings, measure_profile
+    from quantsink.eval.lab.profile import ProfileSettings, measure_profile
+    from quantsink.eval.lab.profile_weights import Passes
     from quantsink.eval.lab.streaming import measure_streaming
 
     label = name.replace("\\", "/").rpartition("/")[2]
@@ -98,7 +99,7 @@ def profile(
     found = measure_profile(model, tokenizer, name=label, text=data, settings=settings, passes=passes, progress=told)
     sizes: dict[str, Any] = {"tokens": 512, "window": 64} if quick else {}
     stream = measure_streaming(model, tokenizer, name=label, text=data, passes=passes, progress=told, **sizes)
-    tables = [*profile_tables.profile_grids(found), profile_tables.streaming_grid(stream)]
+    tables = [*profile_tables.profile_tables(found), profile_tables.streaming_table(stream)]
     short = "".join(letter if letter.isalnum() else "-" for letter in label.removesuffix(".gguf")).lower()
     pictures = {f"{short}-{file}": data for file, data in profile_plots.profile_plots(found, stream).items()}
     return _finding(

@@ -33,7 +33,7 @@ class Table:
 
     def markdown(self) -> str:
         rule = tuple("---" if index < self.left else "---:" for index in range(len(self.columns)))
-        lines = [self.columns, rule, *(tuple(cell.replace("|", "\\|") for cell in row) for row in self.rows)]
+        lines = [self.columns, rule, *(tuple(map(_cell, row)) for row in self.rows)]
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         notes = "\n".join(f"- {note}" for note in self.notes)
         return f"### {self.title}\n\n{body}\n" + (f"\n{notes}\n" if notes else "")
@@ -41,25 +41,33 @@ class Table:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several seeds: mean and standard deviation (of a sample; 0 for one seed), smallest and largest."""
+    """Of several seeds: mean and standard deviation (of a sample; None for one seed), smallest and largest."""
 
     mean: float
-    sd: float
+    sd: float | None
     low: float
     high: float
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
         found = [float(value) for value in values]
-        sd = statistics.stdev(found) if len(found) > 1 else 0.0
+        sd = statistics.stdev(found) if len(found) > 1 else None
         return cls(statistics.fmean(found), sd, min(found), max(found))
 
     def text(self, digits: int = 3) -> str:
-        return f"{self.mean:.{digits}f} ± {self.sd:.{digits}f}"
+        return f"{self.mean:.{digits}f}" + ("" if self.sd is None else f" ± {self.sd:.{digits}f}")
+
+    def percent(self, digits: int = 1) -> str:
+        sd = "" if self.sd is None else f" ± {100 * self.sd:.{digits}f}"
+        return f"{100 * self.mean:.{digits}f}{sd}%"
 
     def short(self) -> str:
         """Three significant digits, for figures of very different sizes."""
-        return f"{_significant(self.mean)} ± {_significant(self.sd)}"
+        return _significant(self.mean) + ("" if self.sd is None else f" ± {_significant(self.sd)}")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _significant(value: float) -> str:

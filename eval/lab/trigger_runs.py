@@ -86,7 +86,7 @@ class Calibrated:
 @dataclass(frozen=True)
 class TriggerRun:
     """One trained model. `errors`: by method, of the output in 8 bits at `LONG` tokens relative to float64's norm;
-    `parts`: the same with `block`, of scores, weights or values alone in 8 bits. `solved_long`: float64 at that length.
+    `parts`: the same with `block` and only some things in 8 bits. `solved_long`: float64 at that length.
     """
 
     name: str
@@ -150,6 +150,16 @@ def methods(sinks: int, keys: int, seed: int) -> dict[str, Bits]:
     }
 
 
+def alone(sinks: int) -> dict[str, Bits]:
+    """Some things in 8 bits, the others exact."""
+    both = ("scores", "weights")
+    return {
+        **{part: Bits(BLOCK, parts=(part,)) for part in PARTS},
+        "scores and weights": Bits(BLOCK, parts=both),
+        "scores and weights, sinks exact": Bits(BLOCK, exact=tuple(range(sinks)), parts=both),
+    }
+
+
 def _in_8_bits(
     model: FeatureModel, batch: Batch, sinks: int, seed: int
 ) -> tuple[float, dict[str, float], dict[str, float], dict[str, float]]:
@@ -163,8 +173,8 @@ def _in_8_bits(
         with in_8_bits(model, bits):
             output = model.run(x)
         errors[name], right[name] = relative(output, exact), solved(output, batch).share
-    for part in PARTS:
-        with in_8_bits(model, Bits(BLOCK, parts=(part,))):
+    for part, bits in alone(sinks).items():
+        with in_8_bits(model, bits):
             parts[part] = relative(model.run(x), exact)
     return solved(exact, batch).share, errors, parts, right
 
@@ -213,7 +223,7 @@ class Scale:
     measured: int = 4096
 
 
-FULL, QUICK = Scale(), Scale(2, 400, 300, 512)
+FULL, QUICK = Scale(), Scale(1, 400, 300, 512)
 
 
 def jobs(scale: Scale) -> list[Job]:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quantsink.eval.lab.quantize import BLOCK, PARTS
+from quantsink.eval.lab.quantize import BLOCK
 from quantsink.eval.lab.tables import Spread, Table, percent, png
 from quantsink.eval.lab.trigger import TOLERANCE
-from quantsink.eval.lab.trigger_runs import LONG, METHODS, RANDOM, SINK, STRONG, TriggerRun
+from quantsink.eval.lab.trigger_runs import LONG, METHODS, RANDOM, SINK, STRONG, TriggerRun, alone
 
 Group = list[TriggerRun]
 """The runs of one variant, a seed each."""
@@ -134,15 +134,15 @@ def where_from(runs: Sequence[TriggerRun]) -> Table:
             rows.append(
                 (
                     f"`{name}`" + (f", {len(group[0].strong)} layers" if deep else ""),
-                    *(Spread.of(run.parts[part] for run in group).short() for part in PARTS),
+                    *(Spread.of(run.parts[part] for run in group).short() for part in alone(1)),
                     Spread.of(run.errors[BLOCK] for run in group).short(),
                 )
             )
     return Table(
         "Where the error comes from",
-        ("variant", *(f"{part} alone" for part in PARTS), "all three"),
+        ("variant", *alone(1), "all three"),
         tuple(rows),
-        ("As above with `block`, one thing in 8 bits at a time.",),
+        ("As above with `block`, but only what the column names in 8 bits.",),
     )
 
 
@@ -219,14 +219,14 @@ def _errors(runs: Sequence[TriggerRun]) -> bytes:
     axes = figure.subplots()
     colors = {"fixed": "#b8b8b8", "row": "#8a8a8a", "block": "#c8553d", "sink": "#1f6f8b", "random": "#e0a458"}
     for y, (_, group) in enumerate(reversed(found)):
-        for method in METHODS:
+        for place, method in enumerate(METHODS):
             values = [run.errors[method] for run in group]
             axes.plot(
                 values,
-                [y] * len(values),
+                [y + 0.14 * (2 - place)] * len(values),
                 "s" if method == RANDOM else "o",
                 color=colors[method],
-                markersize=6,
+                markersize=5,
                 markerfacecolor="white" if method == RANDOM else colors[method],
                 label=method if y == 0 else None,
             )

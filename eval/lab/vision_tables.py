@@ -81,7 +81,7 @@ def _trained(groups: dict[str, list[VisionRun]]) -> Table:
     for name, own in groups.items():
         right = Spread.of(run.accuracy for run in own)
         loss = Spread.of(run.loss for run in own)
-        accuracy = f"{100 * right.mean:.1f} ± {100 * right.sd:.1f}%"
+        accuracy = right.percent()
         rows.append((name, str(own[0].steps), loss.short(), accuracy, f"{percent(right.low)} to {percent(right.high)}"))
     return Table(
         "A small vision transformer on digits",
@@ -285,7 +285,7 @@ def _differences(without: Sequence[VisionRun], gated: Sequence[VisionRun]) -> Ta
 def difference(pairs: Sequence[tuple[float, float]]) -> tuple[str, str]:
     """Mean of second - first with its 95 % interval, and what that allows to say."""
     found = Spread.of(b - a for a, b in pairs)
-    if len(pairs) < 2:
+    if found.sd is None:
         return f"{found.mean:+.4f}", "one seed says nothing"
     half = STUDENT[min(len(pairs) - 2, len(STUDENT) - 1)] * found.sd / math.sqrt(len(pairs))
     verdict = "no difference shown" if abs(found.mean) <= half else "higher" if found.mean > 0 else "lower"
@@ -296,12 +296,12 @@ def _in_8_bits(groups: dict[str, list[VisionRun]]) -> Table:
     rows = []
     for name, own in groups.items():
         exact = Spread.of(run.accuracy_exact for run in own)
-        rows.append((name, "exact", "0", f"{100 * exact.mean:.2f} ± {100 * exact.sd:.2f}%", "0"))
+        rows.append((name, "exact", "0", exact.percent(2), "0"))
         for method in METHODS:
             error = Spread.of(run.errors[method] for run in own)
             right = Spread.of(run.accuracy_8_bits[method] for run in own)
             against = Spread.of(run.errors[method] / run.errors[BLOCK] for run in own)
-            accuracy = f"{100 * right.mean:.2f} ± {100 * right.sd:.2f}%"
+            accuracy = right.percent(2)
             rows.append((name, method, error.short(), accuracy, against.text(2)))
     return Table(
         "Attention in 8 bits",
@@ -333,7 +333,7 @@ def _calibrated(groups: dict[str, list[VisionRun]]) -> Table:
                 Spread.of(len(found.last) for found in own).text(1),
                 f"{max(found.largest_difference for found in own):.1e}",
                 Spread.of(found.error for found in own).short(),
-                f"{100 * exact.mean:.2f} -> {100 * right.mean:.2f} ± {100 * right.sd:.2f}%",
+                f"{100 * exact.mean:.2f} -> {right.percent(2)}",
             )
         )
     return Table(
@@ -374,7 +374,7 @@ def _places(groups: dict[str, list[VisionRun]]) -> bytes:
         first, title = ((pictures.intensity, "intensity"), (pictures.blank, "share blank"))[min(line, 1)]
         if line < 2:
             axes[line][0].imshow(_square(first), cmap="Greys", vmin=0, vmax=1.4 * max(first))
-            _numbers(axes[line][0], first, [INK] * PATCHES)
+            _numbers(axes[line][0], first, ["white" if value > 0.7 * max(first) else INK for value in first])
             axes[line][0].set_title(title, fontsize=9)
         else:
             axes[line][0].axis("off")

@@ -1,0 +1,106 @@
+"""`quantsink lab`: the whole laboratory, small, and what a user can get wrong."""
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantsink.cli import main
+from quantsink.eval.lab.output import FACTS, TABLES, is_laboratory
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["lab", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.real
+def test_the_whole_laboratory_in_small(
+    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every experiment; `--json` alone on stdout; every table and picture; within two minutes on an idle machine."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error::DeprecationWarning:quantsink")
+    target = tmp_path / "laboratory"
+    started = time.monotonic()
+    code, out, err = run(capsys, "all", smollm2, "-o", target, "--quick", "--json")
+    seconds = time.monotonic() - started
+    assert code == 0, err
+    facts = json.loads(out)
+    assert [e["experiment"] for e in facts["experiments"]] == ["trigger", "language", "vision", "profile"]
+    assert sum(e["seconds"] for e in facts["experiments"]) == pytest.approx(seconds, rel=0.3)
+    assert json.loads((target / FACTS).read_text())["experiments"] == facts["experiments"]
+    tables = (target / TABLES).read_text()
+    pictures = sorted(path.name for path in target.glob("*.png"))
+    assert len(pictures) >= 6
+    assert all(f"]({name})" in tables for name in pictures)
+    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in target.glob("*.png"))
+    assert "nan" not in tables.lower().replace("nanos", "")
+    assert is_laboratory(target)
+    assert {path.name for path in tmp_path.iterdir()} == {"laboratory"}, "nothing unfinished is left"
+
+    runs = {(r["name"], r["layers"], r["own"]): r for r in facts["experiments"][0]["runs"]}
+    assert runs["softmax", 1, True]["heads"][0]["bos"] > 0.95
+    assert runs["relu", 1, True]["heads"][0]["bos"] < 0.05
+    check_second_run(target, capsys)
+
+
+def check_second_run(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A taken output is refused before any work; with --force only where nothing else lies in it."""
+    code, out, err = run(capsys, "trigger", "-o", target, "--quick")
+    assert (code, out) == (2, "")
+    assert "is not empty" in err
+    (target / "mine.txt").write_text("mine")
+    code, _, err = run(capsys, "trigger", "-o", target, "--quick", "--force")
+    assert code == 2
+    assert "holds more than quantsink wrote there" in err
+    assert (target / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["profile", "-o", "{tmp}/o"], "lab profile: no MODEL given; name a hub id, a folder or a .gguf file"),
+        (["profile", "{tmp}/none.gguf", "-o", "{tmp}/o"], "none.gguf: no such .gguf file"),
+        (["all", "some/model", "some/model", "-o", "{tmp}/o"], "the same MODEL twice"),
+        (["profile", "some/model", "--data", "builtin:verse", "-o", "{tmp}/o"], "no such built-in text"),
+        (["trigger", "-o", "{tmp}/o", "--seeds", "0"], "--seeds"),
+        (["trigger", "-o", "{tmp}/o", "--workers", "0"], "--workers"),
+        (["trigger"], "--output"),
+        (["trigge", "-o", "{tmp}/o"], "trigge"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *(argument.format(tmp=tmp_path) for argument in arguments))
+    assert code in (1, 2)
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    assert says in err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("command", ["vision", "all"])
+def test_without_scikit_learn_the_extra_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == "sklearn" else found(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    code, _, err = run(capsys, command, "-o", tmp_path / "o", "--quick")
+    assert code == 2
+    assert "pip install 'quantsink[lab]'" in err
+
+
+def test_help_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert all(name in out for name in ("trigger", "language", "vision", "profile", "all"))
