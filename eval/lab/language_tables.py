@@ -61,8 +61,8 @@ def setting(result: LanguageResult) -> str:
 def read(result: LanguageResult) -> str:
     facts = result.text
     return (
-        f"Trained on {facts.train:,} bytes of `builtin:prose`, from which {facts.cut:,} bytes were cut because "
-        f"`builtin:heldout` ({facts.heldout:,} bytes, the text that is measured) has them too."
+        f"Trained on {facts.train:,} bytes of `builtin:prose`; {facts.cut:,} more were cut out: passages that "
+        f"`builtin:heldout` ({facts.heldout:,} bytes, the text that is measured) has too, and rests under a window."
     )
 
 

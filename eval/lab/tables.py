@@ -33,7 +33,7 @@ class Table:
 
     def markdown(self) -> str:
         rule = tuple("---" if index < self.left else "---:" for index in range(len(self.columns)))
-        lines = [self.columns, rule, *(tuple(map(_cell, row)) for row in self.rows)]
+        lines = [tuple(map(_cell, self.columns)), rule, *(tuple(map(_cell, row)) for row in self.rows)]
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         notes = "\n".join(f"- {note}" for note in self.notes)
         return f"### {self.title}\n\n{body}\n" + (f"\n{notes}\n" if notes else "")
