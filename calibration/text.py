@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 BUILTINS = ("builtin:prose", "builtin:code", "builtin:heldout")
+SHARED_WORDS = 8
 CHUNK_CHARACTERS = 1 << 20  # documents are tokenized in pieces of about this many characters
 
 _TEXT_FILES = {".txt", ".jsonl", ".parquet"}
@@ -308,7 +309,16 @@ def _prose(_: Path) -> Iterator[str]:
 
 
 def _heldout(_: Path) -> Iterator[str]:
-    yield "\n\n".join(_topics(heldout=True))  # one document, so that its windows are full
+    """One document, so that its windows are full; without the paragraphs that topics of the prose repeat."""
+    known = {run for topic in _topics(heldout=False) for run in _runs(topic)}
+    paragraphs = "\n\n".join(_topics(heldout=True)).split("\n\n")
+    yield "\n\n".join(text for text in paragraphs if known.isdisjoint(_runs(text)))
+
+
+def _runs(text: str) -> Iterator[tuple[str, ...]]:
+    """Every run of words that is too long to be shared by chance."""
+    words = text.split()
+    return (tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1))
 
 
 def _code(_: Path) -> Iterator[str]:

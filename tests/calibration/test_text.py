@@ -500,3 +500,17 @@ def test_logits_that_are_not_finite_are_reported(
     monkeypatch.setattr(model.lm_head, "forward", lambda hidden: torch.full((*hidden.shape[:-1], 336), torch.nan))
     with pytest.raises(DataError, match="not finite"):
         sample_self(model, tokenizer, tokens=8, seq_len=8, seed=0)
+
+
+def test_held_out_text_repeats_nothing_of_the_prose() -> None:
+    """Topics of pydoc repeat each other's paragraphs; what calibration has read is no test."""
+    prose = {run for text in documents(parse_spec("builtin:prose")) for run in eights(text)}
+    (held,) = documents(parse_spec("builtin:heldout"))
+    paragraphs = held.split("\n\n")
+    assert len(held) > 10_000
+    assert not any(run in prose for text in paragraphs for run in eights(text))
+
+
+def eights(text: str) -> list[str]:
+    words = text.split()
+    return [" ".join(words[i : i + 8]) for i in range(len(words) - 7)]
