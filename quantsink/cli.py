@@ -213,7 +213,7 @@ def report(
     output: Out,
     checkpoints: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[CHECKPOINT]...", help="Exported checkpoints to measure.", show_default=False),
+        typer.Argument(metavar="CHECKPOINT", help="Exported checkpoints to measure.", show_default=False),
     ] = None,
     data: Annotated[
         str, typer.Option(metavar="SPEC", help="Text to measure on, not used for calibration.")

@@ -27,7 +27,7 @@ Workers = Annotated[
 ]
 Models = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[MODEL]...", help="Hub ids, local folders or .gguf files.", show_default=False),
+    typer.Argument(metavar="MODEL", help="Hub ids, local folders or .gguf files.", show_default=False),
 ]
 Data = Annotated[str, typer.Option(metavar="SPEC", help="Text that the real models read.")]
 

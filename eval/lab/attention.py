@@ -11,7 +11,8 @@ holds its parameters. The attention asks each part at each of these places, and 
 import functools
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -248,6 +249,20 @@ class LabAttention(nn.Module):
         return heads.transpose(1, 2)
 
 
+@contextmanager
+def computing(model: nn.Module, forward: Callable[..., Tensor] | None) -> Iterator[None]:
+    """Every `LabAttention` of a model computes `forward(module, x, inputs, record)` meanwhile; None: its own."""
+    modules = [module for module in model.modules() if isinstance(module, LabAttention)]
+    try:
+        if forward is not None:
+            for module in modules:
+                vars(module)["forward"] = functools.partial(forward, module)
+        yield
+    finally:
+        for module in modules:
+            vars(module).pop("forward", None)
+
+
 def _rotated(tokens: Tokens, *states: Tensor) -> Iterable[Tensor]:
     """Rotary positions (Su et al., "RoFormer", 2021), halves as in Llama: channel i turns with channel i + D / 2."""
     half = states[0].shape[-1] // 2
@@ -314,4 +329,15 @@ def _check(spec: AttentionSpec, layer: int, head_dim: int) -> None:
             taken[claim] = mechanism.name
 
 
-__all__ = ["AttentionSpec", "Inputs", "LabAttention", "Mechanism", "Normalizer", "Part", "Parts", "Tokens"]
+__all__ = [
+    "ALL_REAL",
+    "AttentionSpec",
+    "Inputs",
+    "LabAttention",
+    "Mechanism",
+    "Normalizer",
+    "Part",
+    "Parts",
+    "Tokens",
+    "computing",
+]

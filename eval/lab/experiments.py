@@ -96,6 +96,10 @@ def profile(
     started = time.monotonic()
     passes: Passes = {}
     settings = ProfileSettings.quick() if quick else ProfileSettings()
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(limit, int):
+        fitting = tuple(length for length in settings.lengths if length <= limit)
+        settings = dataclasses.replace(settings, lengths=fitting or (limit,))
     found = measure_profile(model, tokenizer, name=label, text=data, settings=settings, passes=passes, progress=told)
     sizes: dict[str, Any] = {"tokens": 512, "window": 64} if quick else {}
     stream = measure_streaming(model, tokenizer, name=label, text=data, passes=passes, progress=told, **sizes)

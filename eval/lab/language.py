@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,15 @@ from torch.nn.functional import cross_entropy
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.calibration.text import documents, parse_spec
 from quantsink.errors import DataError, QuantSinkError, UsageError
-from quantsink.eval.lab.attention import ROTARY_BASE, AttentionSpec, Inputs, LabAttention, Parts
+from quantsink.eval.lab.attention import (
+    ALL_REAL,
+    ROTARY_BASE,
+    AttentionSpec,
+    Inputs,
+    LabAttention,
+    Parts,
+    computing,
+)
 from quantsink.eval.lab.mechanisms import clip_gradients
 from quantsink.eval.lab.model import LabConfig, TokenModel
 from quantsink.eval.lab.normalizers import Softmax
@@ -416,22 +424,13 @@ def turned(states: Tensor, by: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-@contextmanager
-def streaming(model: TokenModel, cache: Cache | None) -> Iterator[None]:
+def streaming(model: TokenModel, cache: Cache | None) -> AbstractContextManager[None]:
     """All attention through such a cache, also in training; without one, as it is."""
-    modules = [module for module in model.modules() if isinstance(module, LabAttention)]
-    try:
-        if cache is not None:
-            for module in modules:
-                vars(module)["forward"] = functools.partial(_through, module, cache)
-        yield
-    finally:
-        for module in modules:
-            vars(module).pop("forward", None)
+    return computing(model, None if cache is None else functools.partial(_through, cache))
 
 
 def _through(
-    module: LabAttention, cache: Cache, x: Tensor, inputs: Inputs, record: list[Tensor] | None = None
+    cache: Cache, module: LabAttention, x: Tensor, inputs: Inputs = ALL_REAL, record: list[Tensor] | None = None
 ) -> Tensor:
     parts = module.parts(x, inputs)
     visible = parts.visible & cache.seen(x.shape[1], parts.sinks)

@@ -21,7 +21,7 @@ from quantsink.eval.lab.language_runs import (
     claims,
 )
 from quantsink.eval.lab.quantize import BLOCK
-from quantsink.eval.lab.tables import Spread, Table, png
+from quantsink.eval.lab.tables import Spread, Table, canvas, png
 from quantsink.eval.lab.trigger_runs import METHODS, RANDOM, SINK, SINK_HEAD, STRONG
 
 Group = list[LanguageRun]
@@ -301,11 +301,7 @@ def language_plots(result: LanguageResult) -> dict[str, bytes]:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(width, height)
     return figure, figure.subplots()
 
 

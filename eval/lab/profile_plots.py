@@ -7,7 +7,7 @@ from typing import Any
 from quantsink.eval.lab.profile import FIRST, NEWEST
 from quantsink.eval.lab.profile_results import DEEP, DORMANT, SINK, Contrast, PositionShares, Profile, Waking
 from quantsink.eval.lab.streaming import Streaming
-from quantsink.eval.lab.tables import png
+from quantsink.eval.lab.tables import canvas, png
 
 COLORS = ("#1f6f8b", "#c8553d", "#b8b8b8", "#7a5c99")
 LINES = ("#222222", "#c8553d", "#1f6f8b", "#7a5c99", "#d9a13b")
@@ -154,11 +154,7 @@ def streaming_curves(found: Streaming, title: str) -> bytes:
 
 
 def _figure(size: tuple[float, float], panels: int, columns: int) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(*size)
     columns = min(columns, panels)
     axes = list(figure.subplots(math.ceil(panels / columns), columns, squeeze=False).flatten())
     for surplus in axes[panels:]:

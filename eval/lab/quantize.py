@@ -9,18 +9,15 @@ softmax this is the operator's reference, number for number (a test holds it to 
 attention".
 """
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from quantsink.errors import UsageError
-from quantsink.eval.lab.attention import Inputs, LabAttention, Parts
+from quantsink.eval.lab.attention import ALL_REAL, Inputs, LabAttention, Parts, computing
 from quantsink.eval.lab.normalizers import Normalizer
 from quantsink.kernels.int8_linear import QMAX, quantize_per_token
 
@@ -98,22 +95,14 @@ def _scores(parts: Parts, products: Tensor) -> Tensor:
     return scores if parts.bias is None else scores + parts.bias.double()
 
 
-@contextmanager
-def in_8_bits(model: Any, bits: Bits | None) -> Iterator[None]:
+def in_8_bits(model: nn.Module, bits: Bits | None) -> AbstractContextManager[None]:
     """All of a laboratory model's attention so, the sums in float64; without bits, exact in float64."""
-    modules = [module for module in model.modules() if isinstance(module, LabAttention)]
-    try:
-        for module in modules:
-            vars(module)["forward"] = functools.partial(_forward, module, bits)
-        yield
-    finally:
-        for module in modules:
-            vars(module).pop("forward", None)
 
+    def forward(
+        module: LabAttention, x: Tensor, inputs: Inputs = ALL_REAL, record: list[Tensor] | None = None
+    ) -> Tensor:
+        parts, normalizer = module.parts(x, inputs), module.spec.normalizer
+        heads = exact_attention(parts, normalizer) if bits is None else quantized_attention(parts, normalizer, bits)
+        return module.finish(heads.to(x.dtype), x, inputs)
 
-def _forward(
-    module: LabAttention, bits: Bits | None, x: Tensor, inputs: Inputs, record: list[Tensor] | None = None
-) -> Tensor:
-    parts, normalizer = module.parts(x, inputs), module.spec.normalizer
-    heads = exact_attention(parts, normalizer) if bits is None else quantized_attention(parts, normalizer, bits)
-    return module.finish(heads.to(x.dtype), x, inputs)
+    return computing(model, forward)

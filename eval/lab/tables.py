@@ -84,6 +84,16 @@ def markdown(tables: Sequence[Table]) -> str:
     return "\n".join(table.markdown() for table in tables)
 
 
+def canvas(width: float, height: float) -> Any:
+    """An empty matplotlib figure, in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": "quantsink"})

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantsink.eval.lab.quantize import BLOCK
-from quantsink.eval.lab.tables import Spread, Table, percent, png
+from quantsink.eval.lab.tables import Spread, Table, canvas, percent, png
 from quantsink.eval.lab.trigger import TOLERANCE
 from quantsink.eval.lab.trigger_runs import LONG, METHODS, RANDOM, SINK, STRONG, TriggerRun, alone
 
@@ -181,18 +181,9 @@ def trigger_plots(runs: Sequence[TriggerRun]) -> dict[str, bytes]:
     return {"trigger_bos.png": _bos(runs), "trigger_8_bits.png": _errors(runs)}
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _bos(runs: Sequence[TriggerRun]) -> bytes:
     found = groups(runs, deep=False)
-    figure = _figure(9, 4.4)
+    figure = canvas(9, 4.4)
     axes = figure.subplots()
     for y, (_, group) in enumerate(reversed(found)):
         for value, color, label in (
@@ -215,7 +206,7 @@ def _bos(runs: Sequence[TriggerRun]) -> bytes:
 def _errors(runs: Sequence[TriggerRun]) -> bytes:
     found = [(name, group) for deep in (False, True) for name, group in groups(runs, deep)]
     names = [name + (", 4 layers" if group[0].layers > 1 else "") for name, group in found]
-    figure = _figure(9, 5)
+    figure = canvas(9, 5)
     axes = figure.subplots()
     colors = {"fixed": "#b8b8b8", "row": "#8a8a8a", "block": "#c8553d", "sink": "#1f6f8b", "random": "#e0a458"}
     for y, (_, group) in enumerate(reversed(found)):

@@ -6,7 +6,7 @@ from typing import Any
 
 from quantsink.eval.lab.model import border
 from quantsink.eval.lab.quantize import BLOCK
-from quantsink.eval.lab.tables import Spread, Table, percent, png
+from quantsink.eval.lab.tables import Spread, Table, canvas, percent, png
 from quantsink.eval.lab.trigger_runs import METHODS, RANDOM, SINK
 from quantsink.eval.lab.vision import (
     BLANK_HEAD,
@@ -454,9 +454,5 @@ def _scatter(groups: dict[str, list[VisionRun]]) -> bytes:
 
 
 def _figure(size: tuple[float, float], rows: int, columns: int) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(*size)
     return figure, figure.subplots(rows, columns, squeeze=False)
