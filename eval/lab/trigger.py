@@ -3,7 +3,8 @@
 A sequence is a BOS token, plain tokens and one trigger. Each token carries three flags (BOS, trigger, plain) and a
 content vector from a standard normal distribution; the BOS token's is zero. At the trigger the model must output the
 mean of the non-BOS tokens that it has seen by then, at every other token zero. Softmax can only output zero by giving
-its weight to a token whose value is zero.
+its weight to a token whose value is zero (Ran-Milo, "Attention sinks are provably necessary in softmax transformers",
+arXiv 2603.11487, 2026).
 """
 
 import math

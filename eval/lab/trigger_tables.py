@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quantsink.eval.lab.quantize import BLOCK
+from quantsink.eval.lab.quantize import BLOCK, FIXED
 from quantsink.eval.lab.tables import Spread, Table, canvas, percent, png
 from quantsink.eval.lab.trigger import TOLERANCE
 from quantsink.eval.lab.trigger_runs import LONG, METHODS, RANDOM, SINK, STRONG, TriggerRun, alone
@@ -111,13 +111,14 @@ def eight_bits(runs: Sequence[TriggerRun]) -> Table:
                     *(errors[method].short() for method in METHODS),
                     f"{percent(closed.mean)} ({percent(closed.low)} to {percent(closed.high)})",
                     percent(control.mean),
+                    percent(Spread.of(run.solved_8_bits[FIXED] for run in group).mean),
                     percent(Spread.of(run.solved_8_bits[BLOCK] for run in group).mean),
                     percent(Spread.of(run.solved_long for run in group).mean),
                 )
             )
     return Table(
         "Scores, weights and values in 8 bits",
-        ("variant", *METHODS, "closed by `sink` (from - to)", "by `random`", "solved, `block`", "solved, float64"),
+        ("variant", *METHODS, "closed by `sink` (from - to)", "by `random`", "solved, `fixed`", "`block`", "float64"),
         tuple(rows),
         (
             f"Error of the model's output relative to float64's norm at L = {LONG}, longer than it was trained for.",
