@@ -381,5 +381,8 @@ def example(model: Any) -> dict[str, Tensor]:
         dtype = next(model.parameters()).dtype
         return {"pixel_values": torch.zeros(1, config.num_channels, *size, device=device, dtype=dtype)}
     if model.main_input_name == "inputs_embeds":
-        return {"inputs_embeds": model.dummy_inputs["inputs_embeds"].to(device)}
+        given = model.dummy_inputs.get("inputs_embeds")
+        if not isinstance(given, Tensor):
+            raise ArchitectureError(f"{model.config.model_type}: its dummy_inputs hold no inputs_embeds to try it with")
+        return {"inputs_embeds": given.to(device, next(model.parameters()).dtype)}
     return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}

@@ -81,39 +81,60 @@ def profile(
 ) -> Finding:
     """A real model's position shares, sleeping heads and what wakes them, and streaming with and without its sinks."""
     from quantsink.eval.lab import profile_plots, profile_tables
-    from quantsink.eval.lab.profile import ProfileSettings, measure_profile
+    from quantsink.eval.lab.profile import measure_profile
     from quantsink.eval.lab.profile_weights import Passes
     from quantsink.eval.lab.streaming import measure_streaming
 
-    label = name.replace("\\", "/").rpartition("/")[2]
     told: Callable[[str, int, int], None] | None = None
     if progress is not None:
         given = progress
 
         def told(what: str, done: int, total: int) -> None:
-            given(f"{label}: {what}", done, total)
+            given(f"{name}: {what}", done, total)
 
     started = time.monotonic()
     passes: Passes = {}
-    settings = ProfileSettings.quick() if quick else ProfileSettings()
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(limit, int):
-        fitting = tuple(length for length in settings.lengths if length <= limit)
-        settings = dataclasses.replace(settings, lengths=fitting or (limit,))
-    found = measure_profile(model, tokenizer, name=label, text=data, settings=settings, passes=passes, progress=told)
-    sizes: dict[str, Any] = {"tokens": 512, "window": 64} if quick else {}
-    stream = measure_streaming(model, tokenizer, name=label, text=data, passes=passes, progress=told, **sizes)
+    settings, sizes = profile_sizes(name, model, quick)
+    found = measure_profile(model, tokenizer, name=name, text=data, settings=settings, passes=passes, progress=told)
+    stream = measure_streaming(model, tokenizer, name=name, text=data, passes=passes, progress=told, **sizes)
     tables = [*profile_tables.profile_tables(found), profile_tables.streaming_table(stream)]
-    short = "".join(letter if letter.isalnum() else "-" for letter in label.removesuffix(".gguf")).lower()
+    short = "".join(letter if letter.isalnum() else "-" for letter in name.removesuffix(".gguf")).lower()
     pictures = {f"{short}-{file}": data for file, data in profile_plots.profile_plots(found, stream).items()}
     return _finding(
         "profile",
-        f"Profile of {label}",
+        f"Profile of {name}",
         {"notes": list(notes), "profile": found.to_dict(), "streaming": stream.to_dict()},
         tables,
         pictures,
         started,
     )
+
+
+SHORT_WINDOW = {"tokens": 512, "window": 64}
+LEAST = 136
+"""Tokens that streaming with such a window needs at least: twice its 64 keys and 4 sinks."""
+
+
+def profile_sizes(name: str, model: Any, quick: bool) -> tuple[Any, dict[str, int]]:
+    """What of a profile fits into the model's context: its settings, and streaming's.
+
+    Raises:
+        UsageError: a context that is too short for any.
+    """
+    from quantsink.eval.lab.profile import ProfileSettings
+    from quantsink.eval.lab.streaming import SINKS, WINDOW
+
+    settings = ProfileSettings.quick() if quick else ProfileSettings()
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return settings, dict(SHORT_WINDOW) if quick else {}
+    if limit < LEAST:
+        raise UsageError(f"{name}: its context of {limit} tokens is too short for a profile, which needs {LEAST}")
+    lengths = tuple(length for length in settings.lengths if length <= limit) or (limit,)
+    fitting = dataclasses.replace(settings, lengths=lengths, contrast_length=min(settings.contrast_length, limit))
+    if quick or limit < 2 * (WINDOW + SINKS):
+        return fitting, {**SHORT_WINDOW, "tokens": min(SHORT_WINDOW["tokens"], limit)}
+    return fitting, {}
 
 
 def _scale(scale: Any, seeds: int | None) -> Any:

@@ -267,7 +267,8 @@ class GradientNoise:
     """How much the gradients g_1 ... g_K of K batches differ at fixed weights; all parameters together, unclipped.
 
     trace: of their sample covariance, sum |g_k - mean|² / (K - 1). mean_square: |mean g|², which holds trace / K of
-    noise besides the squared norm of the true gradient.
+    noise besides the squared norm of the true gradient. relative: the trace over that squared norm, the noise taken
+    off; NaN where nothing is left of it.
     """
 
     step: int
@@ -277,7 +278,8 @@ class GradientNoise:
 
     @property
     def relative(self) -> float:
-        return self.trace / self.mean_square
+        true = self.mean_square - self.trace / self.batches
+        return self.trace / true if true > 0 else math.nan
 
     @classmethod
     def of(cls, step: int, gradients: Iterator[Tensor]) -> "GradientNoise":

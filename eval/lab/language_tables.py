@@ -147,14 +147,14 @@ def noise_table(result: LanguageResult) -> Table:
             )
     return Table(
         "Variance of the gradient during training",
-        ("variant", "step", "trace", "‖mean‖²", "trace / ‖mean‖²"),
+        ("variant", "step", "trace", "‖mean‖²", "trace / ‖true‖²"),
         tuple(rows),
         (
             setting(result),
             f"Trace of the sample covariance of the gradient of all parameters over {result.scale.batches} batches of "
             "the training's size at fixed weights, unclipped; the same batches for both variants and at every step.",
-            "‖mean‖² holds trace / batches of noise besides the true gradient, so the ratio cannot exceed about "
-            f"{result.scale.batches} and is too small where it is large.",
+            "‖mean‖² holds trace / batches of noise besides the true gradient's norm; ‖true‖² is without it (n/a: "
+            "nothing is left).",
         ),
         left=1,
     )

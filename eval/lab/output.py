@@ -1,6 +1,8 @@
 """What a laboratory command leaves: a folder with the figures as JSON, the tables as Markdown and the pictures."""
 
 import dataclasses
+import importlib.metadata
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,8 +30,13 @@ class Finding:
     """From the start of the experiment to its end, on the machine of `facts`."""
 
     def facts(self) -> dict[str, Any]:
-        machine = {"processor": platform.machine(), "threads": torch.get_num_threads()}
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        machine = {"processor": platform.machine(), "cores": os.cpu_count()}
+        versions = {
+            "python": platform.python_version(),
+            "quantsink": importlib.metadata.version("quantsink"),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
         return {
             "experiment": self.name,
             "seconds": round(self.seconds, 1),

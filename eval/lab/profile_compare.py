@@ -74,22 +74,19 @@ def _halves(shares: Sequence[PositionShares], depth: str) -> list[Comparison]:
 
 
 def _by_layer(share: PositionShares) -> list[Comparison]:
-    layers = sorted({h.head.layer for h in share.heads if h.head.kind == FULL and h.head.layer >= 2})
-    if not layers:
+    heads = [h for h in share.heads if h.head.kind == FULL and h.head.layer >= 2]
+    if not heads:
         return []
-    wins = 0
-    for layer in layers:
-        own = [h for h in share.heads if h.head.layer == layer]
-        wins += mean_of(h.first for h in own) > mean_of(h.newest for h in own)
+    wins = sum(h.first > h.newest for h in heads)
     bottom = [h for h in share.heads if h.head.layer < 2]
     return [
         Comparison(
             "beyond the bottom two layers, attention goes to the initial tokens in all layers and heads",
             "Xiao et al. 2024, StreamingLLM, section 3.1",
-            f"first 3 > newest 10 in {wins} of {len(layers)} full-attention layers from the third on, at length "
+            f"first 3 > newest 10 in {wins} of {len(heads)} heads of full attention from the third layer on, at length "
             f"{share.length}; bottom two layers: {mean_of(h.first for h in bottom):.0%} on the first 3, "
             f"{mean_of(h.newest for h in bottom):.0%} on the newest 10",
-            _verdict(wins, len(layers)),
+            _verdict(wins, len(heads)),
         )
     ]
 

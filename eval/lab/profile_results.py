@@ -2,8 +2,9 @@
 
 Words. Of a query row's weight, `first` lies on the first 3 tokens, `newest` on the newest 10 (its own among them),
 `middle` on the rest, `learned` on a learned sink where the model has one. Only rows from 16 on count, so that the
-groups never overlap. BOS mass is the weight on the first token alone, whatever token that is. A head is dormant from a
-mean BOS mass of 0.8 on and awake below 0.3 (docs/design.md). Deep layers are the upper half of all attention layers.
+groups never overlap. BOS mass is the weight on the first token alone, whatever token that is. A head is called dormant
+from a mean BOS mass of 0.8 on here (a report's `strong`; its own `dormant`, 0.98, is `SHUT`), awake below 0.3. Deep
+layers are the upper half of all attention layers.
 """
 
 import dataclasses

@@ -71,7 +71,9 @@ def _cell(text: str) -> str:
 
 
 def _significant(value: float) -> str:
-    if value == 0 or not math.isfinite(value):
+    if math.isnan(value):
+        return "n/a"
+    if value == 0 or math.isinf(value):
         return f"{value:g}"
     return f"{value:.2e}" if abs(value) < 1e-3 else f"{value:.3g}"
 

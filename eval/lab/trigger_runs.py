@@ -100,6 +100,7 @@ class TriggerRun:
     strong: tuple[float, ...]
     """By layer: mean number a sequence of heads with 0.8 of their weight on the BOS token."""
     solved_long: float
+    long_sequences: int
     errors: dict[str, float]
     parts: dict[str, float]
     solved_8_bits: dict[str, float]
@@ -130,6 +131,7 @@ def run_one(job: Job) -> TriggerRun:
         heads=heads,
         strong=tuple(strong_heads(w, batch, STRONG) for w in record),
         solved_long=exact,
+        long_sequences=len(long.features),
         errors=errors,
         parts=parts,
         solved_8_bits=right,

@@ -121,9 +121,11 @@ def eight_bits(runs: Sequence[TriggerRun]) -> Table:
         ("variant", *METHODS, "closed by `sink` (from - to)", "by `random`", "solved, `fixed`", "`block`", "float64"),
         tuple(rows),
         (
-            f"Error of the model's output relative to float64's norm at L = {LONG}, longer than it was trained for.",
+            f"Error of the model's output relative to float64's norm, {runs[0].long_sequences} sequences a seed of L = "
+            f"{LONG}, longer than it was trained for.",
             "fixed: weights on a grid of 1/127; row: of the row's largest; block: of the largest among 64 keys; sink: "
-            "as block, with BOS and learnable sinks exact; random: as block, with as many other keys exact.",
+            "as block, with BOS and learnable sinks exact; random: as block, with as many other keys exact. Values "
+            "have a scale per channel over the same keys: all of them, or 64.",
         ),
     )
 

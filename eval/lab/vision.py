@@ -173,10 +173,13 @@ def train(model: PictureModel, given: Pictures, training: Training, seed: int) -
 
 
 def trained(spec: AttentionSpec, seed: int, training: Training, given: Pictures) -> tuple[PictureModel, float]:
-    """A new model, fitted, and its loss; the same numbers for the same arguments."""
+    """A new model, fitted, and its loss; the same numbers for the same arguments. All variants of a seed start from the
+    same weights, but for those that only they have.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_for(spec)
+        plain, model = model_for(NONE), model_for(spec)
+    model.load_state_dict(plain.state_dict(), strict=False)
     return model, train(model, given, training, seed)
 
 

@@ -21,18 +21,16 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 @pytest.mark.real
-def test_the_whole_laboratory_in_small(
-    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every experiment; `--json` alone on stdout; every table and picture; within two minutes on an idle machine."""
-    monkeypatch.setenv("PYTHONWARNINGS", "error::DeprecationWarning:quantsink")
+def test_the_whole_laboratory_in_small(smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every experiment; `--json` alone on stdout; every table and picture. A wide limit: 70 to 90 s are usual."""
     target = tmp_path / "laboratory"
     started = time.monotonic()
     code, out, err = run(capsys, "all", smollm2, "-o", target, "--quick", "--json")
     seconds = time.monotonic() - started
     assert code == 0, err
     facts = json.loads(out)
-    assert [e["experiment"] for e in facts["experiments"]] == ["trigger", "language", "vision", "profile"]
+    assert [e["experiment"] for e in facts["experiments"]] == ["profile", "trigger", "language", "vision"]
+    assert seconds < 240
     assert sum(e["seconds"] for e in facts["experiments"]) == pytest.approx(seconds, rel=0.3)
     assert json.loads((target / FACTS).read_text())["experiments"] == facts["experiments"]
     tables = (target / TABLES).read_text()
@@ -44,7 +42,7 @@ def test_the_whole_laboratory_in_small(
     assert is_laboratory(target)
     assert {path.name for path in tmp_path.iterdir()} == {"laboratory"}, "nothing unfinished is left"
 
-    runs = {(r["name"], r["layers"], r["own"]): r for r in facts["experiments"][0]["runs"]}
+    runs = {(r["name"], r["layers"], r["own"]): r for r in facts["experiments"][1]["runs"]}
     assert runs["softmax", 1, True]["heads"][0]["bos"] > 0.95
     assert runs["relu", 1, True]["heads"][0]["bos"] < 0.05
     check_second_run(target, capsys)
@@ -65,9 +63,10 @@ def check_second_run(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["profile", "-o", "{tmp}/o"], "lab profile: no MODEL given; name a hub id, a folder or a .gguf file"),
+        (["profile", "-o", "{tmp}/o"], "Missing argument 'MODEL"),
         (["profile", "{tmp}/none.gguf", "-o", "{tmp}/o"], "none.gguf: no such .gguf file"),
-        (["all", "some/model", "some/model", "-o", "{tmp}/o"], "the same MODEL twice"),
+        (["all", "some/model", "other/model", "-o", "{tmp}/o"], "two MODELs are called model"),
+        (["profile", "some/model", "--data", "self", "-o", "{tmp}/o"], "--data self"),
         (["profile", "some/model", "--data", "builtin:verse", "-o", "{tmp}/o"], "no such built-in text"),
         (["trigger", "-o", "{tmp}/o", "--seeds", "0"], "--seeds"),
         (["trigger", "-o", "{tmp}/o", "--workers", "0"], "--workers"),

@@ -215,7 +215,8 @@ def test_gradient_variance_by_hand() -> None:
     assert (found.step, found.batches) == (9, 3)
     assert found.trace == pytest.approx(4.0)
     assert found.mean_square == pytest.approx(5.0)
-    assert found.relative == pytest.approx(0.8)
+    assert found.relative == pytest.approx(4 / (5 - 4 / 3))
+    assert math.isnan(GradientNoise(0, 2, 4.0, 2.0).relative), "nothing but noise"
     with pytest.raises(UsageError, match="at least 2"):
         GradientNoise.of(0, iter([torch.ones(2)]))
 

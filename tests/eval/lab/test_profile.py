@@ -1,6 +1,7 @@
 """Profiles of a model's heads against a full softmax in float64, and what they refuse."""
 
 import copy
+import dataclasses
 import importlib.util
 import io
 import json
@@ -351,6 +352,15 @@ def test_agreement_is_read_off_the_figures() -> None:
     assert verdicts((share(0.1, 0.6),))[:3] == [DISAGREES, DISAGREES, DISAGREES]
     assert verdicts((share(0.5, 0.25),))[-1] == AGREES
     assert verdicts((share(0.5, 0.25),), 0.3, 0.4)[-1] == DISAGREES
+
+
+def test_a_claim_about_heads_is_counted_by_heads() -> None:
+    """A layer's mean can hide a head that looks elsewhere."""
+    one = share(0.7, 0.1)
+    others = tuple(
+        dataclasses.replace(h, head=dataclasses.replace(h.head, head=1), first=0.2, newest=0.6) for h in one.heads
+    )
+    assert verdicts((dataclasses.replace(one, heads=one.heads + others),))[2] == IN_PART
 
 
 # What is refused
