@@ -427,6 +427,7 @@ def test_code_beside_a_model_that_transformers_knows_is_not_run(tiny_llama, laid
     assert not marker.exists()
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux alone")
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     """352 MB of weights into one shard of 187 MB; the largest tensor is one of 8 MB. The kernel refuses more than 170
