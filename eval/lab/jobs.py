@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -47,15 +48,24 @@ def run_jobs(
                 finished(index, function(job))
     else:
         context: Any = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(count, context, torch.set_num_threads, (1,)) as pool:
+        others = set(multiprocessing.active_children())
+        with ProcessPoolExecutor(count, context, _begin) as pool:
             numbers = {pool.submit(function, job): index for index, job in enumerate(jobs)}
             try:
                 for future in as_completed(numbers):
                     finished(numbers[future], future.result())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                for worker in set(multiprocessing.active_children()) - others:
+                    worker.terminate()  # what is stopped does not train on for a minute
                 raise
     return [results[index] for index in range(len(jobs))]
+
+
+def _begin() -> None:
+    """Of a worker: one thread, and Ctrl-C is its parent's affair."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

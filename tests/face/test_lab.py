@@ -2,11 +2,16 @@
 
 import importlib.util
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from quantsink.cli import main
@@ -83,6 +88,39 @@ def test_what_cannot_be_meant_is_one_line(
     assert len(err.strip().splitlines()) == 1, err
     assert says in err
     assert not (tmp_path / "o").exists()
+
+
+def test_ctrl_c_stops_all_of_it_at_once(tmp_path: Path) -> None:
+    """Workers in the middle of a training too; one line, and nothing left behind."""
+    command = [sys.executable, "-m", "quantsink", "lab", "trigger", "-o", str(tmp_path / "o"), "--workers", "2"]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # CI may start us without one
+    )
+    deadline = time.monotonic() + 120
+    workers: list[psutil.Process] = []
+    while time.monotonic() < deadline and not (len(workers) == 2 and min(map(spent, workers)) > 8):
+        workers = [p for p in psutil.Process(child.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+        time.sleep(0.2)
+    assert len(workers) == 2
+    stopped = time.monotonic()
+    os.killpg(child.pid, signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert time.monotonic() - stopped < 20
+    assert (child.returncode, out) == (130, "")
+    assert err.strip().splitlines()[-1].startswith("quantsink: stopped")
+    assert "Traceback" not in err
+    assert not any(worker.is_running() for worker in workers)
+    assert list(tmp_path.iterdir()) == []
+
+
+def spent(process: psutil.Process) -> float:
+    """Processor seconds; importing takes a few of them."""
+    return float(sum(process.cpu_times()[:2]))
 
 
 @pytest.mark.parametrize("command", ["vision", "all"])
