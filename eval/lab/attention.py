@@ -271,8 +271,13 @@ def _rotated(tokens: Tokens, *states: Tensor) -> Iterable[Tensor]:
         place = tokens.position.clamp(min=0)
         cos, sin = cos[place][:, None], sin[place][:, None]
     for state in states:
-        a, b = state[..., :half], state[..., half:]
-        yield torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        yield turned(state, cos, sin)
+
+
+def turned(state: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Channels i and i + D / 2 turned by an angle each."""
+    a, b = state.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 @functools.lru_cache(maxsize=TABLES)
@@ -340,4 +345,5 @@ __all__ = [
     "Parts",
     "Tokens",
     "computing",
+    "turned",
 ]

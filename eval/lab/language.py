@@ -29,6 +29,7 @@ from quantsink.eval.lab.attention import (
     LabAttention,
     Parts,
     computing,
+    turned,
 )
 from quantsink.eval.lab.mechanisms import clip_gradients
 from quantsink.eval.lab.model import LabConfig, TokenModel
@@ -411,19 +412,17 @@ class Cache:
         row = torch.arange(parts.query.shape[2])
         inside = row.clamp(max=self.newest + far - 1)
         key = parts.key[:, :, :far].transpose(-1, -2)
-        near = (turned(parts.query, inside - row) @ key) * parts.scaling
+        near = (moved(parts.query, inside - row) @ key) * parts.scaling
         if parts.bias is not None:
             near = near + parts.bias[..., :far]
         return torch.cat([near, scores[..., far:]], -1)
 
 
-def turned(states: Tensor, by: Tensor) -> Tensor:
+def moved(states: Tensor, by: Tensor) -> Tensor:
     """`[B, H, L, D]` moved on by `by` `[L]` rotary positions."""
     half = states.shape[-1] // 2
     angle = by[:, None].double() * ROTARY_BASE ** (torch.arange(half, dtype=torch.float64) / -half)
-    cos, sin = angle.cos().to(states.dtype), angle.sin().to(states.dtype)
-    a, b = states[..., :half], states[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return turned(states, angle.cos().to(states.dtype), angle.sin().to(states.dtype))
 
 
 def streaming(model: TokenModel, cache: Cache | None) -> AbstractContextManager[None]:
