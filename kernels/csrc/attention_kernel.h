@@ -1,10 +1,10 @@
-// quantsink::sink_attention: which blocks each tile of rows meets, in which form. The arithmetic is in tile.h.
+// quantsink::sink_attention: which blocks each tile of rows meets, in which form. What then happens is in tile_blocks.h.
 // Included once per instruction set, after its simd_*.h.
 #pragma once
 
 #include "memory.h"
 #include "pack.h"
-#include "tile.h"
+#include "tile_blocks.h"
 
 namespace quantsink {
 namespace {

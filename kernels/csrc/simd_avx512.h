@@ -38,19 +38,20 @@ inline F at_least_m126(F y) {
     return _mm512_castsi512_ps(_mm512_min_epu32(_mm512_castps_si512(y), _mm512_set1_epi32(static_cast<int>(0xc2fc0000u))));
 }
 // One number of each of four vectors: four together cost less than half of four times one.
-template <class Join> inline void join_rows(const F (&a)[4], float (&out)[4], Join join) {
+template <class Join> inline __m128 join_rows(const F (&a)[4], Join join) {
     const F ab = join(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
     const F cd = join(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
     // Of each 128-bit lane: a b a b and c d c d -> a b c d.
     const F four = join(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     const F two = join(four, _mm512_shuffle_f32x4(four, four, 0x4e));
-    _mm_storeu_ps(out, _mm512_castps512_ps128(join(two, _mm512_shuffle_f32x4(two, two, 0xb1))));
+    return _mm512_castps512_ps128(join(two, _mm512_shuffle_f32x4(two, two, 0xb1)));
 }
-inline void hmax_rows(const F (&a)[4], float (&out)[4]) {
-    join_rows(a, out, [](F x, F y) { return _mm512_max_ps(x, y); });
+inline __m128 max_of_rows(const F (&a)[4]) {
+    return join_rows(a, [](F x, F y) { return _mm512_max_ps(x, y); });
 }
+inline void hmax_rows(const F (&a)[4], float (&out)[4]) { _mm_storeu_ps(out, max_of_rows(a)); }
 inline void hsum_rows(const F (&a)[4], float (&out)[4]) {
-    join_rows(a, out, [](F x, F y) { return _mm512_add_ps(x, y); });
+    _mm_storeu_ps(out, join_rows(a, [](F x, F y) { return _mm512_add_ps(x, y); }));
 }
 
 inline I set_i(int32_t x) { return _mm512_set1_epi32(x); }

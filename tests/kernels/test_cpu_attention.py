@@ -335,6 +335,20 @@ def test_scores_of_ninety(numerics: ModuleType, sign: int, queries: int, keys: i
 
 
 @pytest.mark.usefixtures("kernels_only")
+@pytest.mark.parametrize("queries", [4, 65, 68, 72, 130])
+def test_scores_that_rise_from_block_to_block(numerics: ModuleType, queries: int, dtype: torch.dtype) -> None:
+    """What a row has so far is rescaled at each; 68 and 72 leave one and two tiles of four rows to themselves."""
+
+    def make(seed: int) -> Arguments:
+        arguments = case(seed, queries=queries, keys=330, routes=[INT8, SINK] * 3, dtype=dtype)
+        arguments["query"][..., 1] = 8
+        arguments["key"][..., 1] += 100 * (torch.arange(330) // 64).clamp(max=3)  # a last rise would hide all before it
+        return arguments
+
+    check(numerics, make, seeds_of(dtype))
+
+
+@pytest.mark.usefixtures("kernels_only")
 @pytest.mark.parametrize("queries", [150, 5])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("what", ["query", "key", "value"])
