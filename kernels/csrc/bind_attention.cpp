@@ -24,6 +24,35 @@ void check_routes(const Common& a) {
     }
 }
 
+std::string listed(const int64_t* numbers, int64_t count) {
+    std::string text = "[";
+    for (int64_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
+    return text + "]";
+}
+
+// As check_tables() in kernels/python/coded_attention/cache.py. Banks: their heads and capacity stand last.
+void check_tables(const CodedArgs& a, const std::vector<std::array<int64_t, 7>>& banks) {
+    for (int64_t h = 0; h < a.kv_heads; ++h) {
+        const int64_t *at = a.places + 2 * h, count = static_cast<int64_t>(banks.size());
+        if (at[0] < 0 || at[0] >= count || at[1] < 0 || at[1] >= banks[at[0]][5]) {
+            throw std::invalid_argument("coded_attention: heads[" + std::to_string(h) + "] is " + listed(at, 2) +
+                                        ", where no bank has a head");
+        }
+    }
+    std::vector<int64_t> limits{a.sinks, a.newest};
+    for (const auto& bank : banks) limits.push_back(bank[6]);
+    const int64_t columns = static_cast<int64_t>(limits.size());
+    for (int64_t b = 0; b < a.batch; ++b) {
+        const int64_t* row = a.counts + b * columns;
+        for (int64_t i = 0; i < columns; ++i) {
+            if (row[i] >= 0 && row[i] <= limits[i]) continue;
+            throw std::invalid_argument("coded_attention: rows[" + std::to_string(b) + "] is " + listed(row, columns) +
+                                        "; sinks, newest tokens and blocks by bank are at most " +
+                                        listed(limits.data(), columns));
+        }
+    }
+}
+
 template <class T> const T* pointer(uintptr_t address) { return reinterpret_cast<const T*>(address); }
 
 View view(uintptr_t address, const std::array<int64_t, 3>& strides) {
@@ -60,9 +89,10 @@ void sink_attention(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t o
     kernels().attention.attention(a);
 }
 
-// Views: query, sink keys and values, the newest keys and values, out. Banks: address, strides in bytes, bits.
+// Views: query, sink keys and values, the newest keys and values, out. Banks: address, strides in bytes, bits, heads,
+// capacity.
 void coded_attention(const std::array<uintptr_t, 6>& views, const std::array<std::array<int64_t, 3>, 6>& strides,
-                     const std::array<int64_t, 8>& sizes, bool bfloat16, const std::vector<std::array<int64_t, 5>>& banks,
+                     const std::array<int64_t, 8>& sizes, bool bfloat16, const std::vector<std::array<int64_t, 7>>& banks,
                      uintptr_t places, uintptr_t counts, uintptr_t routes, uintptr_t clip_row, uintptr_t clip_absolute,
                      uintptr_t s_aux, float scaling, float softcap, int threads, bool poison) {
     CodedArgs a{};
@@ -92,6 +122,7 @@ void coded_attention(const std::array<uintptr_t, 6>& views, const std::array<std
     a.scaling = scaling, a.softcap = softcap;
     a.threads = threads, a.poison = poison;
     check_routes(a);
+    check_tables(a, banks);
     nb::gil_scoped_release release;
     kernels().attention.coded(a);
 }

@@ -8,6 +8,9 @@
 // centred: the middle is computed exactly.
 #pragma once
 
+#include <atomic>
+#include <thread>
+
 #include "attention_kernel.h"
 #include "coded_codes.h"
 #include "exact_rows.h"
@@ -16,6 +19,8 @@ namespace quantsink {
 namespace {
 
 constexpr int kAhead = 2;             // blocks that codes are prefetched ahead
+constexpr int kShares = 8;            // of the keys, for each thread
+constexpr int kSpins = 1 << 14;       // looks at a flag before the processor is given to others
 constexpr int kExactRows = 2 * R;     // rows up to which exact keys are read where they lie, not packed
 constexpr int kDirectRows = 4 * R;    // native rows up to which codes are unpacked for each R rows, not once into floats
 
@@ -306,14 +311,14 @@ public:
         Arena arena(measure.size(), a.poison);
         lay_out(arena);
         attend_all();
-        merge_all();
+        if (group_tiles > 1) merge_all();
     }
 
 private:
     const CodedArgs& a;
     const Sizes z;
     int64_t tiles, chunks, group_tiles, part_rows;
-    int threads;
+    int threads, kinds;  // of rows: INT8, native or both
     bool row_clip, limits;
     Scratch* scratch;   // [threads]
     float* numbers;     // [threads][kRows][row_width]: a tile's queries
@@ -336,7 +341,10 @@ private:
         limits = a.softcap > 0 || a.clip_row || a.clip_absolute;
         for (int64_t h = 0; h < a.heads && a.clip_row; ++h) row_clip |= a.clip_row[h] < kInfinity;
         group_tiles = ceil_div(z.group * a.queries, kRows);
-        tiles = a.batch * a.kv_heads * group_tiles * 2;  // INT8 and native apart
+        bool kind[2] = {};
+        for (int64_t h = 0; h < a.heads; ++h) kind[a.routes[h] == kNative] = true;
+        kinds = kind[0] + kind[1];
+        tiles = a.batch * a.kv_heads * group_tiles * kinds;
         int64_t most = 0, keys = 0;
         for (int64_t b = 0; b < a.batch; ++b) {
             for (int64_t h = 0; h < a.kv_heads; ++h) {
@@ -346,8 +354,8 @@ private:
         }
         const double work = static_cast<double>(keys) * (a.head_dim + a.value_dim) * ceil_div(z.group * a.queries, R);
         threads = work < 2e5 ? 1 : a.threads;
-        // Several shares of the keys for each thread, so that none waits long for another.
-        chunks = row_clip || threads == 1 ? 1 : larger(1, smaller(ceil_div(threads * 16, tiles), most / 4));
+        // Many shares of the keys for each thread, so that none waits long for another.
+        chunks = row_clip || threads == 1 ? 1 : larger(1, smaller(ceil_div(threads * kShares, tiles), most / 4));
         part_rows = smaller(kRows, z.group * a.queries);
         parts = arena.take<float>(tiles * chunks * part_rows * (z.width + 2));
         numbers = arena.take<float>(threads * kRows * z.row_width);
@@ -361,9 +369,9 @@ private:
     }
 
     void choose_rows(int64_t t, TileRows& to) const {
-        to.native = t % 2;
+        to.native = kinds == 2 ? t % 2 : a.routes[0] == kNative;
         to.count = to.sink_from = 0;
-        const int64_t part = t / 2 % group_tiles, bh = t / 2 / group_tiles;
+        const int64_t part = t / kinds % group_tiles, bh = t / kinds / group_tiles;
         to.batch = bh / a.kv_heads;
         to.kv_head = bh % a.kv_heads;
         for (int64_t n = part * kRows; n < smaller(z.group * a.queries, (part + 1) * kRows); ++n) {
@@ -372,16 +380,37 @@ private:
         }
     }
 
+    // The calling thread goes last: it turns to the others' results when it has seen them all, and does not sleep at the
+    // end of the loop for the 50 us that waking it takes.
     void attend_all() const {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-        for (int64_t n = 0; n < tiles * chunks; ++n) {
+        std::atomic<int64_t> next{0};
+        std::atomic<int> done{0};
+#pragma omp parallel num_threads(threads)
+        {
             const int index = thread_index();
-            choose_rows(n / chunks, tile[index]);
-            if (tile[index].count) attend(n, index);
+            // One is taken ahead, so that its first blocks are under way when it begins.
+            int64_t n = next.fetch_add(1, std::memory_order_relaxed);
+            while (n < tiles * chunks) {
+                const int64_t then = next.fetch_add(1, std::memory_order_relaxed);
+                choose_rows(n / chunks, tile[index]);
+                if (tile[index].count) attend(n, then, index);
+                n = then;
+            }
+            done.fetch_add(1, std::memory_order_release);
+            if (index == 0 && group_tiles == 1) {
+                wait_for(done, omp_get_num_threads());
+                merge_all();
+            }
         }
     }
 
-    void attend(int64_t n, int index) const {
+    static void wait_for(const std::atomic<int>& done, int count) {
+        for (int turn = 0; done.load(std::memory_order_acquire) < count; ++turn) {
+            if (turn > kSpins) std::this_thread::yield();
+        }
+    }
+
+    void attend(int64_t n, int64_t then, int index) const {
         const TileRows& of = tile[index];
         const Scratch& own = scratch[index];
         own.state.reset(of.count);
@@ -389,10 +418,10 @@ private:
         if (row_clip) {
             float top[kRows];
             for (int64_t r = 0; r < of.count; ++r) top[r] = -kInfinity;
-            pass(of, 0, index, top);
+            pass(of, n, n, index, top);
             for (int64_t r = 0; r < of.count; ++r) own.q.floor[r] = top[r] - a.clip_row[of.id[r].head];
         }
-        pass(of, n % chunks, index, nullptr);
+        pass(of, n, then, index, nullptr);
         for (int64_t r = 0; r < of.count; ++r) {
             float* part = parts + (n * part_rows + r) * (z.width + 2);
             part[0] = own.state.top[r];
@@ -411,37 +440,53 @@ private:
         }
     }
 
-    // All keys of this chunk; with `top` only the rows' largest scores are wanted.
-    void pass(const TileRows& of, int64_t chunk, int index, float* top) const {
-        if (chunk == chunks - 1) {
+    // Blocks of codes that follow each other.
+    struct Records {
+        const uint8_t* first = nullptr;
+        int64_t stride = 0, count = 0;
+        int bits = 8;
+    };
+
+    // Those of the n-th chunk of all tiles.
+    Records records(int64_t n) const {
+        if (n >= tiles * chunks) return {};
+        const int64_t bh = n / chunks / kinds / group_tiles, batch = bh / a.kv_heads, kv_head = bh % a.kv_heads;
+        const int64_t* place = a.places + 2 * kv_head;
+        const Bank& bank = a.banks[place[0]];
+        const int64_t all = blocks(batch, kv_head), chunk = n % chunks;
+        const int64_t from = chunk * all / chunks, to = (chunk + 1) * all / chunks;
+        return {bank.data + batch * bank.batch + place[1] * bank.head + from * bank.block, bank.block, to - from, bank.bits};
+    }
+
+    // All keys of the n-th chunk; with `top` only the rows' largest scores are wanted. `then`: the chunk after it.
+    void pass(const TileRows& of, int64_t n, int64_t then, int index, float* top) const {
+        if (n % chunks == chunks - 1) {
             const int64_t* count = counts(of.batch);
             exact_keys(of, a.sink_key, a.sink_value, 0, count[0], false, index, top);
             exact_keys(of, a.key, a.value, a.newest - count[1], a.newest, true, index, top);
         }
-        const int64_t* place = a.places + 2 * of.kv_head;
-        const Bank& bank = a.banks[place[0]];
-        const int64_t all = blocks(of.batch, of.kv_head);
-        const int64_t from = chunk * all / chunks, to = (chunk + 1) * all / chunks;
-        if (from == to) return;
-        const uint8_t* first = bank.data + of.batch * bank.batch + place[1] * bank.head + from * bank.block;
-        switch (bank.bits) {
-            case 8: return coded_keys<8>(of, first, bank.block, to - from, index, top);
-            case 4: return coded_keys<4>(of, first, bank.block, to - from, index, top);
-            case 3: return coded_keys<3>(of, first, bank.block, to - from, index, top);
-            default: return coded_keys<2>(of, first, bank.block, to - from, index, top);
+        const Records now = records(n), next = records(then);
+        switch (now.bits) {
+            case 8: return coded_keys<8>(of, now, next, index, top);
+            case 4: return coded_keys<4>(of, now, next, index, top);
+            case 3: return coded_keys<3>(of, now, next, index, top);
+            default: return coded_keys<2>(of, now, next, index, top);
         }
     }
 
     template <int Bits>
-    void coded_keys(const TileRows& of, const uint8_t* record, int64_t stride, int64_t count, int index, float* top) const {
+    void coded_keys(const TileRows& of, const Records& now, const Records& next, int index, float* top) const {
         const Scratch& own = scratch[index];
         float* scale = steps + index * 2 * z.row_width;
         float* zero = scale + z.row_width;
         // Both passes of a row clip have to find the same scores to the bit.
         const bool decoded = of.native && (of.count > kDirectRows || row_clip);
         for (int64_t r = 0; r < of.count; ++r) own.q.word[r] = ~uint64_t{0};
-        for (int64_t n = 0; n < count; ++n, record += stride) {
-            const CodedBlock block{Codes(record, Bits, a.head_dim, a.value_dim), kAhead * stride,
+        const uint8_t* record = now.first;
+        for (int64_t n = 0; n < now.count; ++n, record += now.stride) {
+            int64_t ahead = kAhead * now.stride;
+            if (n + kAhead >= now.count && next.first) ahead = next.first + (n + kAhead - now.count) * next.stride - record;
+            const CodedBlock block{Codes(record, Bits, a.head_dim, a.value_dim), ahead,
                                    numbers + index * kRows * z.row_width, scale, zero, z.row_width, a.head_dim, a.value_dim};
             prefetch_halves(block.codes.key_scale, 2 * a.head_dim, block.ahead);
             prefetch_halves(block.codes.value_scale, 2 * ceil_div(a.value_dim, kGroup) * kBlock, block.ahead);

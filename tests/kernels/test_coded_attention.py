@@ -419,13 +419,17 @@ def test_half_precision_and_double() -> None:
         ({"rows": torch.tensor([[1, 115, 6]], dtype=torch.int32)}, "rows must be int64"),
         ({"rows": torch.tensor([[2, 115, 6]])}, r"rows\[0\] is \[2, 115, 6\]"),
         ({"rows": torch.tensor([[1, 115, 7]])}, r"rows\[0\] is \[1, 115, 7\]"),
+        ({"rows": torch.tensor([[1, -1, 6]])}, r"rows\[0\] is \[1, -1, 6\]; .* are at most \[1, 115, 6\]"),
+        ({"heads": torch.tensor([[-1, 0], [0, 1]])}, r"heads\[0\] is \[-1, 0\]"),
+        ({"heads": torch.tensor([[1, 0], [0, 1]])}, r"heads\[0\] is \[1, 0\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "reference"])
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str, dtype: torch.dtype) -> None:
     query, codes, *_ = case(keys=500)
     with pytest.raises(ValueError, match=message):
         coded_attention(
-            query, dataclasses.replace(codes, **change), routes=torch.zeros(6, dtype=torch.uint8), scaling=1.0
+            query.to(dtype), dataclasses.replace(codes, **change), routes=torch.zeros(6, dtype=torch.uint8), scaling=1.0
         )
 
 

@@ -92,8 +92,8 @@ def check(codes: CodedKV, batch: int, heads: int, head_dim: int) -> None:
             raise ValueError(f"coded_attention: {name} must be int64 on the CPU, not {table.dtype} on {table.device}")
 
 
-def check_banks(codes: CodedKV) -> tuple[list[list[int]], list[list[int]]]:
-    """Refuse banks that are not what `bits`, `heads` and `rows` say; the last two as lists."""
+def check_banks(codes: CodedKV) -> None:
+    """Refuse banks that are not what `bits` says."""
     batch, head_dim, value_dim, banks = codes.key.shape[0], codes.key.shape[3], codes.value.shape[3], len(codes.banks)
     if not banks or len(codes.bits) != banks:
         raise ValueError(
@@ -105,6 +105,10 @@ def check_banks(codes: CodedKV) -> tuple[list[list[int]], list[list[int]]]:
             raise _misfit(f"banks[{n}]", bank, [batch, "heads", "blocks", size])
         if bank.dtype != torch.uint8 or (bank.stride(3) != 1 and bank.numel()):
             raise ValueError(f"coded_attention: banks[{n}] must be uint8, no gaps within a record, not {bank.dtype}")
+
+
+def check_tables(codes: CodedKV) -> tuple[list[list[int]], list[list[int]]]:
+    """Refuse `heads` and `rows` that the banks do not have; both as lists. The C++ kernels check the same themselves."""
     heads, rows = codes.heads.tolist(), codes.rows.tolist()
     limits = [codes.sink_key.shape[2], codes.key.shape[2], *(bank.shape[2] for bank in codes.banks)]
     for h, (bank, place) in enumerate(heads):

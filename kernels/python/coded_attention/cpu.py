@@ -22,7 +22,7 @@ def attend(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
     dtype = cpu.working_type(*given)
     batch, heads, queries, head_dim = query.shape
     value_dim = codes.value.shape[3]
-    out = torch.empty(batch, queries, heads, value_dim, dtype=dtype).transpose(1, 2)
+    out = cpu.empty(batch, heads, queries, value_dim, dtype)
     # Kept alive until the call is over, as are the next three.
     views = [*(cpu.dense(x, dtype) for x in given), out]
     places, counts, routes = codes.heads.contiguous(), codes.rows.contiguous(), cpu.route_bytes(routes)
@@ -32,7 +32,10 @@ def attend(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
         [x.stride()[:3] for x in views],
         (batch, heads, codes.key.shape[1], queries, head_dim, value_dim, codes.sink_key.shape[2], codes.key.shape[2]),
         dtype == torch.bfloat16,
-        [(x.data_ptr(), *x.stride()[:3], bits) for x, bits in zip(codes.banks, codes.bits, strict=True)],
+        [
+            (x.data_ptr(), *x.stride()[:3], bits, x.shape[1], x.shape[2])
+            for x, bits in zip(codes.banks, codes.bits, strict=True)
+        ],
         places.data_ptr(),
         counts.data_ptr(),
         routes.data_ptr(),
@@ -42,4 +45,4 @@ def attend(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
         torch.get_num_threads(),
         cpu.poison,
     )
-    return out.to(query.dtype)
+    return cpu.typed(out, query.dtype)

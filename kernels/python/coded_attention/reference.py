@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantsink.kernels.coded_attention.cache import CodedKV, check_banks, record
+from quantsink.kernels.coded_attention.cache import CodedKV, check_banks, check_tables, record
 from quantsink.kernels.coded_attention.codes import BLOCK, GROUP, spread, unpack_record
 from quantsink.kernels.int8_linear import QMAX
 from quantsink.kernels.sink_attention.reference import Route, Rule, finite
@@ -43,7 +43,8 @@ class Part:
 def reference(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
     """Attention output `[B, H, Lq, Dv]` in the type of `query`."""
     work = query.dtype if query.dtype == torch.float64 else torch.float32
-    places, rows = check_banks(codes)
+    check_banks(codes)
+    places, rows = check_tables(codes)
     batch, heads, queries, _ = query.shape
     group = heads // len(places)
     q = query.to(work)

@@ -32,7 +32,7 @@ def attend(
     dtype = working_type(query, key, value)
     q, k, v = dense(query, dtype), dense(key, dtype), dense(value, dtype)
     batch, heads, queries, head_dim = q.shape
-    out = torch.empty(batch, queries, heads, v.shape[3], dtype=dtype).transpose(1, 2)
+    out = empty(batch, heads, queries, v.shape[3], dtype)
     mask = None if mask is None else mask if mask.stride(3) == 1 else mask.contiguous()
     # Kept alive until the call is over.
     routes = route_bytes(routes)
@@ -63,7 +63,7 @@ def attend(
         torch.get_num_threads(),
         poison,
     )
-    return out.to(query.dtype)
+    return typed(out, query.dtype)
 
 
 def applies(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> bool:
@@ -94,8 +94,19 @@ def route_bytes(routes: Tensor) -> Tensor:
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`, its last dimension without gaps."""
-    x = x.to(dtype)
+    x = typed(x, dtype)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def typed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which takes a microsecond where there is nothing to do, and several when little is in the caches."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def empty(batch: int, heads: int, queries: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """`[B, H, Lq, D]`, the heads of a query side by side in memory."""
+    row = heads * dim
+    return torch.empty_strided((batch, heads, queries, dim), (queries * row, dim, row, 1), dtype=dtype)
 
 
 def address(x: Tensor | None) -> int:
