@@ -55,14 +55,16 @@ void check_tables(const CodedArgs& a, const std::vector<std::array<int64_t, 7>>&
 
 template <class T> const T* pointer(uintptr_t address) { return reinterpret_cast<const T*>(address); }
 
-View view(uintptr_t address, const std::array<int64_t, 3>& strides) {
+// All four, as torch gives them; the last is 1.
+using Strides = std::array<int64_t, 4>;
+
+View view(uintptr_t address, const Strides& strides) {
     return {pointer<void>(address), strides[0], strides[1], strides[2]};
 }
 
 void sink_attention(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t out,
-                    const std::array<int64_t, 7>& sizes, const std::array<int64_t, 3>& query_strides,
-                    const std::array<int64_t, 3>& key_strides, const std::array<int64_t, 3>& value_strides,
-                    const std::array<int64_t, 3>& out_strides, bool bfloat16, uintptr_t mask,
+                    const std::array<int64_t, 7>& sizes, const Strides& query_strides, const Strides& key_strides,
+                    const Strides& value_strides, const Strides& out_strides, bool bfloat16, uintptr_t mask,
                     const std::array<int64_t, 2>& mask_strides, uintptr_t routes, uintptr_t key_mean,
                     uintptr_t sink_start, uintptr_t clip_row, uintptr_t clip_absolute, uintptr_t s_aux, float scaling,
                     float softcap, int64_t sink_size, bool causal, int threads, bool poison) {
@@ -91,7 +93,7 @@ void sink_attention(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t o
 
 // Views: query, sink keys and values, the newest keys and values, out. Banks: address, strides in bytes, bits, heads,
 // capacity.
-void coded_attention(const std::array<uintptr_t, 6>& views, const std::array<std::array<int64_t, 3>, 6>& strides,
+void coded_attention(const std::array<uintptr_t, 6>& views, const std::array<Strides, 6>& strides,
                      const std::array<int64_t, 8>& sizes, bool bfloat16, const std::vector<std::array<int64_t, 7>>& banks,
                      uintptr_t places, uintptr_t counts, uintptr_t routes, uintptr_t clip_row, uintptr_t clip_absolute,
                      uintptr_t s_aux, float scaling, float softcap, int threads, bool poison) {

@@ -71,24 +71,24 @@ record = functools.lru_cache(Record)
 
 def check(codes: CodedKV, batch: int, heads: int, head_dim: int) -> None:
     """Refuse shapes and types that do not fit together."""
-    kv_heads, value_dim = codes.key.shape[1], codes.value.shape[3]
+    key, value, sink_key, sink_value = codes.key.shape, codes.value.shape, codes.sink_key.shape, codes.sink_value.shape
+    kv_heads, newest, sinks, value_dim = key[1], key[2], sink_key[2], value[3]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"coded_attention: {heads} query heads cannot share {kv_heads} KV heads evenly")
-    sinks, newest = codes.sink_key.shape[2], codes.key.shape[2]
-    if codes.sink_key.shape != (batch, kv_heads, sinks, head_dim):
+    if sink_key != (batch, kv_heads, sinks, head_dim):
         raise _misfit("sink_key", codes.sink_key, [batch, kv_heads, sinks, head_dim])
-    if codes.sink_value.shape != (batch, kv_heads, sinks, value_dim):
+    if sink_value != (batch, kv_heads, sinks, value_dim):
         raise _misfit("sink_value", codes.sink_value, [batch, kv_heads, sinks, value_dim])
-    if codes.key.shape != (batch, kv_heads, newest, head_dim):
+    if key != (batch, kv_heads, newest, head_dim):
         raise _misfit("key", codes.key, [batch, kv_heads, newest, head_dim])
-    if codes.value.shape != (batch, kv_heads, newest, value_dim):
+    if value != (batch, kv_heads, newest, value_dim):
         raise _misfit("value", codes.value, [batch, kv_heads, newest, value_dim])
     if codes.heads.shape != (kv_heads, 2):
         raise _misfit("heads", codes.heads, [kv_heads, 2])
     if codes.rows.shape != (batch, 2 + len(codes.banks)):
         raise _misfit("rows", codes.rows, [batch, 2 + len(codes.banks)])
     for name, table in (("heads", codes.heads), ("rows", codes.rows)):
-        if table.dtype != torch.int64 or table.device.type != "cpu":
+        if table.dtype != torch.int64 or not table.is_cpu:
             raise ValueError(f"coded_attention: {name} must be int64 on the CPU, not {table.dtype} on {table.device}")
 
 

@@ -29,7 +29,7 @@ def attend(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
     bounds = [None if x is None else x.float().contiguous() for x in (rule.clip_row, rule.clip_absolute, rule.s_aux)]
     kernels.coded_attention(
         [x.data_ptr() for x in views],
-        [x.stride()[:3] for x in views],
+        [x.stride() for x in views],
         (batch, heads, codes.key.shape[1], queries, head_dim, value_dim, codes.sink_key.shape[2], codes.key.shape[2]),
         dtype == torch.bfloat16,
         [

@@ -14,6 +14,7 @@ through scores -> limit -> weights -> values, in place, so that no more than a t
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +39,7 @@ class Route(IntEnum):
     """In the checkpoint's own type."""
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What holds for every head of one call. Shapes: H query heads, B batch rows."""
 
     scaling: float
