@@ -430,9 +430,9 @@ def test_code_beside_a_model_that_transformers_knows_is_not_run(tiny_llama, laid
 @pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux alone")
 def test_memory_is_that_of_a_few_tensors(tmp_path):
-    """344 MB of weights into one shard of 181 MB; the largest tensor is one of 4 MB. The kernel refuses more than 170 MB
-    beside the imports; 120 MB suffice, most of it for threads' stacks and allocator arenas. Small tensors, many layers:
-    what the export holds is then well below what differs between machines."""
+    """344 MB of weights into one shard of 181 MB; the largest tensor is one of 4 MB. The kernel refuses more than 170
+    MB beside the imports; 120 MB suffice, most of it for threads' stacks and allocator arenas. Small tensors, many
+    layers: what the export holds is then well below what differs between machines."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 40, "vocab_size": 4000}
     big_checkpoint.make(tmp_path / "model", 60_000_000, **sizes)
     big_checkpoint.calibration(tmp_path / "model").save(tmp_path / "calibration")

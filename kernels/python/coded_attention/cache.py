@@ -108,7 +108,7 @@ def check_banks(codes: CodedKV) -> None:
 
 
 def check_tables(codes: CodedKV) -> tuple[list[list[int]], list[list[int]]]:
-    """Refuse `heads` and `rows` that the banks do not have; both as lists. The C++ kernels check the same themselves."""
+    """Refuse `heads` and `rows` that the banks do not have; both as lists. The C++ kernels check this themselves."""
     heads, rows = codes.heads.tolist(), codes.rows.tolist()
     limits = [codes.sink_key.shape[2], codes.key.shape[2], *(bank.shape[2] for bank in codes.banks)]
     for h, (bank, place) in enumerate(heads):

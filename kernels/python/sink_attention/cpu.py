@@ -99,7 +99,7 @@ def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def typed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, which takes a microsecond where there is nothing to do, and several when little is in the caches."""
+    """`x.to(dtype)`, which takes a microsecond where there is nothing to do, and more when little is in the caches."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
