@@ -31,7 +31,14 @@ std::string listed(const int64_t* numbers, int64_t count) {
 }
 
 // As check_tables() in kernels/python/coded_attention/cache.py. Banks: their heads and capacity stand last.
-void check_tables(const CodedArgs& a, const std::vector<std::array<int64_t, 7>>& banks) {
+void check_tables(const CodedArgs& a, const std::vector<std::array<int64_t, 7>>& banks, int64_t place_bytes,
+                  int64_t count_bytes) {
+    const int64_t width = static_cast<int64_t>(banks.size()) + 2, entry = sizeof(int64_t);
+    if (place_bytes != a.kv_heads * 2 * entry || count_bytes != a.batch * width * entry) {
+        throw std::invalid_argument("coded_attention: heads and rows must be int64 " +
+                                    listed(std::array<int64_t, 2>{a.kv_heads, 2}.data(), 2) + " and " +
+                                    listed(std::array<int64_t, 2>{a.batch, width}.data(), 2));
+    }
     for (int64_t h = 0; h < a.kv_heads; ++h) {
         const int64_t *at = a.places + 2 * h, count = static_cast<int64_t>(banks.size());
         if (at[0] < 0 || at[0] >= count || at[1] < 0 || at[1] >= banks[at[0]][5]) {
@@ -41,14 +48,13 @@ void check_tables(const CodedArgs& a, const std::vector<std::array<int64_t, 7>>&
     }
     std::vector<int64_t> limits{a.sinks, a.newest};
     for (const auto& bank : banks) limits.push_back(bank[6]);
-    const int64_t columns = static_cast<int64_t>(limits.size());
     for (int64_t b = 0; b < a.batch; ++b) {
-        const int64_t* row = a.counts + b * columns;
-        for (int64_t i = 0; i < columns; ++i) {
+        const int64_t* row = a.counts + b * width;
+        for (int64_t i = 0; i < width; ++i) {
             if (row[i] >= 0 && row[i] <= limits[i]) continue;
-            throw std::invalid_argument("coded_attention: rows[" + std::to_string(b) + "] is " + listed(row, columns) +
+            throw std::invalid_argument("coded_attention: rows[" + std::to_string(b) + "] is " + listed(row, width) +
                                         "; sinks, newest tokens and blocks by bank are at most " +
-                                        listed(limits.data(), columns));
+                                        listed(limits.data(), width));
         }
     }
 }
@@ -95,8 +101,8 @@ void sink_attention(uintptr_t query, uintptr_t key, uintptr_t value, uintptr_t o
 // capacity.
 void coded_attention(const std::array<uintptr_t, 6>& views, const std::array<Strides, 6>& strides,
                      const std::array<int64_t, 8>& sizes, bool bfloat16, const std::vector<std::array<int64_t, 7>>& banks,
-                     uintptr_t places, uintptr_t counts, uintptr_t routes, uintptr_t clip_row, uintptr_t clip_absolute,
-                     uintptr_t s_aux, float scaling, float softcap, int threads, bool poison) {
+                     uintptr_t places, int64_t place_bytes, uintptr_t counts, int64_t count_bytes, uintptr_t routes,
+                     uintptr_t clip_row, uintptr_t clip_absolute, uintptr_t s_aux, float scaling, float softcap, int threads, bool poison) {
     CodedArgs a{};
     a.batch = sizes[0], a.heads = sizes[1], a.kv_heads = sizes[2], a.queries = sizes[3];
     a.head_dim = sizes[4], a.value_dim = sizes[5], a.sinks = sizes[6], a.newest = sizes[7];
@@ -124,7 +130,7 @@ void coded_attention(const std::array<uintptr_t, 6>& views, const std::array<Str
     a.scaling = scaling, a.softcap = softcap;
     a.threads = threads, a.poison = poison;
     check_routes(a);
-    check_tables(a, banks);
+    check_tables(a, banks, place_bytes, count_bytes);
     nb::gil_scoped_release release;
     kernels().attention.coded(a);
 }

@@ -388,13 +388,15 @@ private:
 #pragma omp parallel num_threads(threads)
         {
             const int index = thread_index();
-            // One is taken ahead, so that its first blocks are under way when it begins.
+            // Where there are many, one is taken ahead, so that its first blocks are under way when it begins.
+            const int64_t all = tiles * chunks;
+            const bool many = all > 2 * omp_get_num_threads();
             int64_t n = next.fetch_add(1, std::memory_order_relaxed);
-            while (n < tiles * chunks) {
-                const int64_t then = next.fetch_add(1, std::memory_order_relaxed);
+            while (n < all) {
+                const int64_t then = many ? next.fetch_add(1, std::memory_order_relaxed) : all;
                 choose_rows(n / chunks, tile[index]);
                 if (tile[index].count) attend(n, then, index);
-                n = then;
+                n = many ? then : next.fetch_add(1, std::memory_order_relaxed);
             }
             done.fetch_add(1, std::memory_order_release);
             if (index == 0 && group_tiles == 1) {
@@ -405,8 +407,13 @@ private:
     }
 
     static void wait_for(const std::atomic<int>& done, int count) {
-        for (int turn = 0; done.load(std::memory_order_acquire) < count; ++turn) {
-            if (turn > kSpins) std::this_thread::yield();
+        int spins = 0;
+        while (done.load(std::memory_order_acquire) < count) {
+            if (spins < kSpins) {
+                ++spins;
+            } else {
+                std::this_thread::yield();
+            }
         }
     }
 
@@ -447,7 +454,9 @@ private:
         int bits = 8;
     };
 
-    // Those of the n-th chunk of all tiles.
+    static uintptr_t address(const uint8_t* p) { return reinterpret_cast<uintptr_t>(p); }
+
+    // Those of the n-th chunk of all tiles; none where it has none.
     Records records(int64_t n) const {
         if (n >= tiles * chunks) return {};
         const int64_t bh = n / chunks / kinds / group_tiles, batch = bh / a.kv_heads, kv_head = bh % a.kv_heads;
@@ -455,6 +464,7 @@ private:
         const Bank& bank = a.banks[place[0]];
         const int64_t all = blocks(batch, kv_head), chunk = n % chunks;
         const int64_t from = chunk * all / chunks, to = (chunk + 1) * all / chunks;
+        if (from == to) return {};
         return {bank.data + batch * bank.batch + place[1] * bank.head + from * bank.block, bank.block, to - from, bank.bits};
     }
 
@@ -485,7 +495,9 @@ private:
         const uint8_t* record = now.first;
         for (int64_t n = 0; n < now.count; ++n, record += now.stride) {
             int64_t ahead = kAhead * now.stride;
-            if (n + kAhead >= now.count && next.first) ahead = next.first + (n + kAhead - now.count) * next.stride - record;
+            if (n + kAhead >= now.count && next.first) {
+                ahead = (n + kAhead - now.count) * next.stride + static_cast<int64_t>(address(next.first) - address(record));
+            }
             const CodedBlock block{Codes(record, Bits, a.head_dim, a.value_dim), ahead,
                                    numbers + index * kRows * z.row_width, scale, zero, z.row_width, a.head_dim, a.value_dim};
             prefetch_halves(block.codes.key_scale, 2 * a.head_dim, block.ahead);

@@ -1,8 +1,9 @@
 // A few rows over a block of exact keys where they lie: packing it into cells would cost more than its products.
-// Included once per instruction set, after pack.h. What is not finite shows in the scores and sums that see it.
+// Included once per instruction set, after its simd_*.h. What is not finite shows in the scores and sums that see it.
 #pragma once
 
 #include "pack.h"
+#include "tile_blocks.h"
 
 namespace quantsink {
 namespace {

@@ -51,7 +51,7 @@ inline __attribute__((always_inline)) void begin(const Queries& q, const State& 
     _mm_storeu_ps(factor, _mm_maskz_mov_ps(some, _mm512_castps512_ps128(exp2v(y))));
 }
 
-// kUnit * 2^(y / 32) to a relative 2e-7, with fewer multiplications than exp2v: the products beside it need the multipliers.
+// kUnit * 2^(y / 32) to a relative 2.2e-7, with fewer multiplications than exp2v: the products beside it need the multipliers.
 // With n the whole number next to y, 2^(n / 32) is a table's entry for n's five low bits and n << 18 added to it as an
 // integer: the rest of n reaches the exponent, and the entry is short of what the five bits add. A parabola has the rest.
 alignas(64) const int32_t kPower[kPowers] = {

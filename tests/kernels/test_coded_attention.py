@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantsink.kernels import Route
-from quantsink.kernels.coded_attention import CodedKV, coded_attention, cpu
+from quantsink.kernels.coded_attention import CodedKV, coded_attention
 from quantsink.kernels.coded_attention import reference as coded_reference
 from quantsink.kernels.coded_attention.codes import (
     BLOCK,
@@ -57,7 +58,8 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     before, threads = kernels.isa(), torch.get_num_threads()
     assert kernels.select_isa(request.param)
     monkeypatch.setattr(sink_cpu, "poison", True)
-    monkeypatch.setattr(cpu, "reference", refuse)
+    # The package hides behind the function of the same name.
+    monkeypatch.setattr(import_module("quantsink.kernels.coded_attention"), "reference", refuse)
     yield str(request.param)
     kernels.select_isa(before)
     torch.set_num_threads(threads)
@@ -430,6 +432,27 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str, dtyp
     with pytest.raises(ValueError, match=message):
         coded_attention(
             query.to(dtype), dataclasses.replace(codes, **change), routes=torch.zeros(6, dtype=torch.uint8), scaling=1.0
+        )
+
+
+@pytest.mark.parametrize("change", [{"rows": torch.tensor([[1, 115]])}, {"heads": torch.tensor([[0, 0]])}])
+@pytest.mark.usefixtures("isa")
+def test_tables_of_another_shape_are_not_read_beyond(change: dict[str, Tensor]) -> None:
+    """By the operator itself, whose caller checked nothing."""
+    query, codes, *_ = case(keys=500)
+    codes = dataclasses.replace(codes, **change)
+    given = (codes.sink_key, codes.sink_value, codes.key, codes.value, codes.banks, codes.heads, codes.rows)
+    with pytest.raises(ValueError, match=r"must be int64 \[2, 2\] and \[1, 3\]"):
+        torch.ops.quantsink.coded_attention(
+            query,
+            *given,
+            torch.zeros(6, dtype=torch.uint8),
+            None,
+            None,
+            None,
+            bits=codes.bits,
+            scaling=1.0,
+            softcap=0.0,
         )
 
 

@@ -43,10 +43,15 @@ def _attend(
     scaling: float,
     softcap: float,
 ) -> Tensor:
+    if query.is_cpu:
+        out = cpu.attend(
+            query, sink_key, sink_value, key, value, banks, heads, rows, routes, clip_row, clip_absolute, s_aux, bits,
+            scaling, softcap,
+        )  # fmt: skip
+        if out is not None:
+            return out
     codes = CodedKV(sink_key, sink_value, key, value, tuple(banks), tuple(bits), heads, rows)
     rule = Rule(scaling, 0, True, "block", BLOCK, softcap, clip_row, clip_absolute, s_aux)
-    if query.device.type == "cpu":
-        return cpu.attend(query, codes, routes, rule)
     with torch.autocast(query.device.type, enabled=False):
         return reference(query, codes, routes, rule)
 

@@ -1,6 +1,7 @@
 """One layer's KV cache as attention reads it: sinks and newest tokens exact, what lies between in codes."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,15 +93,12 @@ def check(codes: CodedKV, batch: int, heads: int, head_dim: int) -> None:
             raise ValueError(f"coded_attention: {name} must be int64 on the CPU, not {table.dtype} on {table.device}")
 
 
-def check_banks(codes: CodedKV) -> None:
+def check_banks(head_dim: int, value_dim: int, banks: Sequence[Tensor], bits: Sequence[int], batch: int) -> None:
     """Refuse banks that are not what `bits` says."""
-    batch, head_dim, value_dim, banks = codes.key.shape[0], codes.key.shape[3], codes.value.shape[3], len(codes.banks)
-    if not banks or len(codes.bits) != banks:
-        raise ValueError(
-            f"coded_attention: {banks} banks with {len(codes.bits)} widths; at least one, a width for each"
-        )
-    for n, (bank, bits) in enumerate(zip(codes.banks, codes.bits, strict=True)):
-        size = record(bits, head_dim, value_dim).nbytes
+    if not banks or len(bits) != len(banks):
+        raise ValueError(f"coded_attention: {len(banks)} banks with {len(bits)} widths; at least one, a width for each")
+    for n, (bank, width) in enumerate(zip(banks, bits, strict=True)):
+        size = record(width, head_dim, value_dim).nbytes
         if bank.dim() != 4 or bank.shape[0] != batch or bank.shape[3] != size:
             raise _misfit(f"banks[{n}]", bank, [batch, "heads", "blocks", size])
         if bank.dtype != torch.uint8 or (bank.stride(3) != 1 and bank.numel()):

@@ -3,45 +3,59 @@
 import torch
 from torch import Tensor
 
-from quantsink.kernels.coded_attention.cache import CodedKV, check_banks
-from quantsink.kernels.coded_attention.reference import reference
+from quantsink.kernels.coded_attention.cache import check_banks
 from quantsink.kernels.cpu import library
 from quantsink.kernels.sink_attention import cpu
-from quantsink.kernels.sink_attention.reference import Rule
 
 
-def attend(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
-    """As `reference`, whose arguments these are."""
-    exact = query.dtype == torch.float64 or rule.scaling <= 0 or query.numel() == 0
-    kernels = None if exact else library()
+def attend(
+    query: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+    banks: list[Tensor],
+    heads: Tensor,
+    rows: Tensor,
+    routes: Tensor,
+    clip_row: Tensor | None,
+    clip_absolute: Tensor | None,
+    s_aux: Tensor | None,
+    bits: list[int],
+    scaling: float,
+    softcap: float,
+) -> Tensor | None:
+    """As the operator, whose arguments these are; None where it is the reference's to compute. A decoding step calls
+    this once a layer, when little of Python is left in the caches: it does no more than it must."""
+    if query.dtype == torch.float64 or scaling <= 0 or query.numel() == 0:
+        return None
+    kernels = library()
     if kernels is None:
-        with torch.autocast("cpu", enabled=False):
-            return reference(query, codes, routes, rule)
-    check_banks(codes)
-    given = (query, codes.sink_key, codes.sink_value, codes.key, codes.value)
+        return None
+    check_banks(key.shape[3], value.shape[3], banks, bits, key.shape[0])
+    given = (query, sink_key, sink_value, key, value)
     dtype = cpu.working_type(*given)
-    batch, heads, queries, head_dim = query.shape
-    value_dim = codes.value.shape[3]
-    out = cpu.empty(batch, heads, queries, value_dim, dtype)
-    # Kept alive until the call is over, as are the next three.
+    batch, query_heads, queries, head_dim = query.shape
+    value_dim = value.shape[3]
+    out = cpu.empty(batch, query_heads, queries, value_dim, dtype)
+    # Kept alive until the call is over, as are the next four.
     views = [*(cpu.dense(x, dtype) for x in given), out]
-    places, counts, routes = codes.heads.contiguous(), codes.rows.contiguous(), cpu.route_bytes(routes)
-    bounds = [None if x is None else x.float().contiguous() for x in (rule.clip_row, rule.clip_absolute, rule.s_aux)]
+    places, counts, routes = heads.contiguous(), rows.contiguous(), cpu.route_bytes(routes)
+    bounds = [None if x is None else x.float().contiguous() for x in (clip_row, clip_absolute, s_aux)]
     kernels.coded_attention(
         [x.data_ptr() for x in views],
         [x.stride() for x in views],
-        (batch, heads, codes.key.shape[1], queries, head_dim, value_dim, codes.sink_key.shape[2], codes.key.shape[2]),
+        (batch, query_heads, key.shape[1], queries, head_dim, value_dim, sink_key.shape[2], key.shape[2]),
         dtype == torch.bfloat16,
-        [
-            (x.data_ptr(), *x.stride()[:3], bits, x.shape[1], x.shape[2])
-            for x, bits in zip(codes.banks, codes.bits, strict=True)
-        ],
+        [(x.data_ptr(), *x.stride()[:3], width, x.shape[1], x.shape[2]) for x, width in zip(banks, bits, strict=True)],
         places.data_ptr(),
+        places.nbytes,
         counts.data_ptr(),
+        counts.nbytes,
         routes.data_ptr(),
         *(cpu.address(bound) for bound in bounds),
-        rule.scaling,
-        rule.softcap,
+        scaling,
+        softcap,
         torch.get_num_threads(),
         cpu.poison,
     )

@@ -43,7 +43,7 @@ class Part:
 def reference(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
     """Attention output `[B, H, Lq, Dv]` in the type of `query`."""
     work = query.dtype if query.dtype == torch.float64 else torch.float32
-    check_banks(codes)
+    check_banks(codes.key.shape[3], codes.value.shape[3], codes.banks, codes.bits, codes.key.shape[0])
     places, rows = check_tables(codes)
     batch, heads, queries, _ = query.shape
     group = heads // len(places)
