@@ -8,22 +8,18 @@
 
 #include <utility>
 
+#include "records.h"
 #include "tile.h"
 
 namespace quantsink {
 namespace {
 
-constexpr int kGroup = 64;  // channels that share a value's scale
 constexpr int kPad = 32;    // a row of numbers or their codes is padded to a multiple: what the products step by
+static_assert(kBlock == kRecordTokens);
 
 template <int Bits> constexpr int kMiddle = 1 << (Bits - 1);
 template <int Bits> constexpr int kShare = Bits == 8 ? 1 : Bits == 4 ? 2 : 4;  // rows of cells in a row of bytes
 template <int Bits> constexpr int kTurns = Bits == 3 ? 2 : 1;                  // of those, until a high plane's row is done
-
-inline int64_t byte_rows(int64_t cells, int plane) { return ceil_div(cells * plane, 8); }
-inline int64_t code_bytes(int64_t cells, int64_t columns, int bits) {
-    return (bits == 3 ? byte_rows(cells, 2) + byte_rows(cells, 1) : byte_rows(cells, bits)) * columns * 4;
-}
 
 // One record.
 struct Codes {

@@ -4,6 +4,8 @@ They are read in place, as a quantized KV cache needs it: sink tokens and the ne
 full-precision copy.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from quantsink.kernels.coded_attention import cpu
 from quantsink.kernels.coded_attention.cache import CodedKV, check
 from quantsink.kernels.coded_attention.codes import BLOCK, Record, decode, encode
 from quantsink.kernels.coded_attention.reference import reference
+from quantsink.kernels.dispatch import unwatched
 from quantsink.kernels.sink_attention import check_gradient, check_limits
 from quantsink.kernels.sink_attention.reference import Rule
 
@@ -24,8 +27,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("quantsink::coded_attention", "CompositeExplicitAutograd")
-def _attend(
+def _reference(
     query: Tensor,
     sink_key: Tensor,
     sink_value: Tensor,
@@ -43,17 +45,21 @@ def _attend(
     scaling: float,
     softcap: float,
 ) -> Tensor:
-    if query.is_cpu:
-        out = cpu.attend(
-            query, sink_key, sink_value, key, value, banks, heads, rows, routes, clip_row, clip_absolute, s_aux, bits,
-            scaling, softcap,
-        )  # fmt: skip
-        if out is not None:
-            return out
     codes = CodedKV(sink_key, sink_value, key, value, tuple(banks), tuple(bits), heads, rows)
+    check(codes, query, routes)
+    check_limits("coded_attention", query.shape[1], softcap, clip_row, clip_absolute, s_aux)
     rule = Rule(scaling, 0, True, "block", BLOCK, softcap, clip_row, clip_absolute, s_aux)
     with torch.autocast(query.device.type, enabled=False):
         return reference(query, codes, routes, rule)
+
+
+def _cpu(*tensors: Any, bits: list[int], scaling: float, softcap: float) -> Tensor:
+    out = cpu.attend(*tensors, bits=bits, scaling=scaling, softcap=softcap)
+    return _reference(*tensors, bits=bits, scaling=scaling, softcap=softcap) if out is None else out
+
+
+torch.library.impl("quantsink::coded_attention", "CompositeExplicitAutograd", _reference)
+torch.library.impl("quantsink::coded_attention", "CPU", _cpu)
 
 
 @torch.library.register_fake("quantsink::coded_attention")
@@ -62,6 +68,9 @@ def _fake(
 ) -> Tensor:
     batch, heads, queries = query.shape[:3]
     return query.new_empty((batch, queries, heads, value.shape[-1])).transpose(1, 2)
+
+
+_operator = torch.ops.quantsink.coded_attention.default
 
 
 def coded_attention(
@@ -91,27 +100,15 @@ def coded_attention(
     Raises:
         ValueError: shapes or types that do not fit together; an input that needs a gradient.
     """
-    batch, heads, _, head_dim = query.shape
-    check(codes, batch, heads, head_dim)
-    if routes.shape != (heads,):
-        raise ValueError(f"coded_attention: routes must be [{heads}], not {list(routes.shape)}")
-    check_limits("coded_attention", heads, softcap, clip_row, clip_absolute, s_aux)
     check_gradient("coded_attention", query, codes.sink_key, codes.sink_value, codes.key, codes.value, s_aux)
-    result: Tensor = torch.ops.quantsink.coded_attention(
-        query,
-        codes.sink_key,
-        codes.sink_value,
-        codes.key,
-        codes.value,
-        codes.banks,
-        codes.heads,
-        codes.rows,
-        routes,
-        clip_row,
-        clip_absolute,
-        s_aux,
-        bits=codes.bits,
-        scaling=scaling,
-        softcap=softcap or 0.0,
-    )
+    tensors = (
+        query, codes.sink_key, codes.sink_value, codes.key, codes.value, codes.banks, codes.heads, codes.rows, routes,
+        clip_row, clip_absolute, s_aux,
+    )  # fmt: skip
+    softcap = softcap or 0.0
+    if unwatched() and type(query) is Tensor:
+        out = cpu.attend(*tensors, bits=codes.bits, scaling=scaling, softcap=softcap)
+        if out is not None:
+            return out
+    result: Tensor = _operator(*tensors, bits=codes.bits, scaling=scaling, softcap=softcap)
     return result

@@ -70,8 +70,14 @@ class CodedKV:
 record = functools.lru_cache(Record)
 
 
-def check(codes: CodedKV, batch: int, heads: int, head_dim: int) -> None:
-    """Refuse shapes and types that do not fit together."""
+def check(codes: CodedKV, query: Tensor, routes: Tensor) -> None:
+    """Refuse shapes and types that do not fit together; bind_coded.cpp compares the same."""
+    for name in ("sink_key", "sink_value", "key", "value"):
+        if getattr(codes, name).dim() != 4:
+            raise _misfit(name, getattr(codes, name), ["B", "KV heads", "tokens", "D"])
+    if query.dim() != 4:
+        raise _misfit("query", query, ["B", "heads", "Lq", "D"])
+    batch, heads, _, head_dim = query.shape
     key, value, sink_key, sink_value = codes.key.shape, codes.value.shape, codes.sink_key.shape, codes.sink_value.shape
     kv_heads, newest, sinks, value_dim = key[1], key[2], sink_key[2], value[3]
     if kv_heads == 0 or heads % kv_heads:
@@ -88,6 +94,8 @@ def check(codes: CodedKV, batch: int, heads: int, head_dim: int) -> None:
         raise _misfit("heads", codes.heads, [kv_heads, 2])
     if codes.rows.shape != (batch, 2 + len(codes.banks)):
         raise _misfit("rows", codes.rows, [batch, 2 + len(codes.banks)])
+    if routes.shape != (heads,):
+        raise _misfit("routes", routes, [heads])
     for name, table in (("heads", codes.heads), ("rows", codes.rows)):
         if table.dtype != torch.int64 or not table.is_cpu:
             raise ValueError(f"coded_attention: {name} must be int64 on the CPU, not {table.dtype} on {table.device}")
@@ -106,7 +114,7 @@ def check_banks(head_dim: int, value_dim: int, banks: Sequence[Tensor], bits: Se
 
 
 def check_tables(codes: CodedKV) -> tuple[list[list[int]], list[list[int]]]:
-    """Refuse `heads` and `rows` that the banks do not have; both as lists. The C++ kernels check this themselves."""
+    """Refuse `heads` and `rows` that the banks do not have; both as lists."""
     heads, rows = codes.heads.tolist(), codes.rows.tolist()
     limits = [codes.sink_key.shape[2], codes.key.shape[2], *(bank.shape[2] for bank in codes.banks)]
     for h, (bank, place) in enumerate(heads):

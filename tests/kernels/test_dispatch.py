@@ -1,0 +1,87 @@
+"""A kernel called without the dispatcher: only where nobody watches operators."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantsink.kernels import CodedKV, coded_attention
+from quantsink.kernels.dispatch import unwatched
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Marked(Tensor):
+    """A subclass with nothing of its own."""
+
+
+def attention() -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    torch.manual_seed(0)
+    codes = CodedKV.encode(torch.randn(1, 2, 300, 64), torch.randn(1, 2, 300, 64), bits=8)
+    routes = torch.zeros(4, dtype=torch.uint8)
+    return lambda query: coded_attention(query, codes, routes=routes, scaling=0.125), torch.randn(1, 4, 1, 64)
+
+
+CALLS = {"quantsink.coded_attention.default": attention}
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_plain_call_is_unwatched(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    with context():
+        assert unwatched()
+
+
+def test_what_watches_is_noticed() -> None:
+    found = {}
+
+    def look(x: Tensor) -> Tensor:
+        found["transform"] = unwatched()
+        return x.sum()
+
+    with Seen():
+        found["mode"] = unwatched()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        found["profiler"] = unwatched()
+    torch.func.grad(look)(torch.ones(3))
+
+    def traced(x: Tensor) -> Tensor:
+        found["tracer"] = unwatched()
+        return x + 1
+
+    torch.jit.trace(traced, torch.ones(2), check_trace=False)
+    assert found == {"mode": False, "profiler": False, "transform": False, "tracer": False}
+    assert unwatched()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_modes_tracers_and_profilers_see_the_operator(name: str) -> None:
+    call, given = CALLS[name]()
+    plain = call(given)
+    with Seen() as seen:
+        assert torch.equal(call(given), plain)
+    assert name in seen.names
+    graph = torch.jit.trace(call, given, check_trace=False)
+    assert name.replace(".default", "").replace(".", "::") in str(graph.graph)
+    other = given * 2 + 1
+    assert torch.equal(graph(other), call(other))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(given)
+    assert any(name.split(".")[1] in event.name for event in profile.events())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_subclass_gives_the_same(name: str) -> None:
+    call, given = CALLS[name]()
+    torch.testing.assert_close(torch.Tensor(call(given.as_subclass(Marked))), call(given), rtol=0, atol=0)
