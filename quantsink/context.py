@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quantsink.errors import QuantSinkError
+from quantsink.merging import Merging
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """transformers renamed the argument in 5.21; models before that have the second."""
@@ -33,12 +34,14 @@ class TokenContext:
         self.device = torch.device("cpu")
         self.rows: Tensor | None = None
         self.pictures = False
+        self.merging = Merging()
 
     def attach(self, decoder: nn.Module) -> None:
         decoder.register_forward_pre_hook(self._before, with_kwargs=True)
         decoder.register_forward_hook(self._after, always_call=True)
 
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.merging.clear()  # of a pass that was broken off
         given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
         tokens = given.get("input_ids")
         if tokens is None:
@@ -62,6 +65,7 @@ class TokenContext:
     def _after(self, *_: object) -> None:
         self.shape = self.rows = self.first = None
         self.pictures = False
+        self.merging.clear()
 
     def set(self, shape: tuple[int, int], past: int, mask: Tensor | None, device: torch.device) -> None:
         """Work out the sink rows of one pass. `mask` is `[B, past + L]` (1 = real token) or `[B, 1, L, past + L]`."""

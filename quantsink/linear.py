@@ -30,6 +30,10 @@ class QuantizedLinear(nn.Module):
     native_column_index: Tensor
     input_scale: Tensor
     sink_scale: Tensor
+    followers: "tuple[QuantizedLinear, ...]" = ()
+    """Layers that read the same inputs and are computed with this one (`quantsink.merging`)."""
+    apart = False
+    """Computed by itself for good: a follower did not ask for what was computed for it."""
 
     def __init__(
         self,
@@ -111,13 +115,26 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.activations != "native" and torch.is_grad_enabled() and x.requires_grad:
             raise QuantSinkError(f"{self.name}: INT8 inputs have no gradient; call the model under torch.no_grad()")
-        sink = None
-        if self.activations != "native" and self.sink_rows != "plain":
-            sink = self.context.sink_rows(x.shape, self.name)
-        y = quantized_linear(x.reshape(-1, self.in_features), sink, self._layer())
+        merging = None if torch.compiler.is_compiling() or self._forward_pre_hooks else self.context.merging
+        y = None if merging is None else merging.take(self, x)
+        if y is None:
+            sink = None
+            if self.activations != "native" and self.sink_rows != "plain":
+                sink = self.context.sink_rows(x.shape, self.name)
+            rows = x.reshape(-1, self.in_features)
+            if merging is None:
+                y = quantized_linear(rows, sink, self.tensors())
+            else:
+                y = merging.compute(self, x, rows, sink)
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    def _layer(self) -> Layer:
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Layers of one kind, parts of one module, may be computed together where they read the same input."""
+        return self.name.rpartition(".")[0], self.activations, self.sink_rows
+
+    def tensors(self) -> Layer:
+        """What its kernel takes."""
         found = self._buffers.get
         return Layer(
             self.weight,

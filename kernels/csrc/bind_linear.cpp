@@ -1,43 +1,63 @@
 // Addresses and sizes come as integers: converting a dozen tensors would cost more than a small layer does.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
 
 #include "kernels.h"
 
 namespace nb = nanobind;
 using namespace quantsink;
 
+namespace {
+
+// A layer's numbers as Python lists them.
+enum Field { kOutputs, kWeight, kWeightScale, kNativeType, kBias, kColumns, kColumnIndex, kColumnCount, kInputScale, kSinkScale, kOut, kFields };
+using Fields = std::array<int64_t, kFields>;
+
+template <class T> const T* pointer(int64_t address) { return reinterpret_cast<const T*>(static_cast<uintptr_t>(address)); }
+
+bool same(const float* a, const float* b) { return a == b || (a && b && *a == *b); }
+
+// Whether two layers turn the same input into the same codes.
+bool agree(const Fields& a, const Fields& b) {
+    return a[kColumnCount] == b[kColumnCount] && same(pointer<float>(a[kInputScale]), pointer<float>(b[kInputScale])) &&
+           same(pointer<float>(a[kSinkScale]), pointer<float>(b[kSinkScale])) &&
+           std::equal(pointer<int32_t>(a[kColumnIndex]), pointer<int32_t>(a[kColumnIndex]) + a[kColumnCount],
+                      pointer<int32_t>(b[kColumnIndex]));
+}
+
+bool linear(uintptr_t x, int64_t x_stride, int type, int64_t rows, int64_t k, int inputs, uintptr_t sinks, int64_t s,
+            const std::vector<Fields>& layers, int threads) {
+    LinearArgs a{};
+    a.x = (const void*)x, a.x_stride = x_stride, a.type = (Type)type, a.m = rows, a.k = k;
+    a.inputs = (Inputs)inputs, a.sinks = (const int64_t*)sinks, a.s = s, a.threads = threads;
+    nb::gil_scoped_release unlocked;
+    for (size_t from = 0, to; from < layers.size(); from = to) {
+        const Fields& first = layers[from];
+        std::vector<LinearLayer> some;
+        for (to = from; to < layers.size() && agree(first, layers[to]); ++to) {
+            const Fields& f = layers[to];
+            some.push_back({f[kOutputs], pointer<int8_t>(f[kWeight]), pointer<float>(f[kWeightScale]), (Type)f[kNativeType],
+                            pointer<void>(f[kBias]), pointer<void>(f[kColumns]), (void*)f[kOut]});
+        }
+        a.layers = some.data(), a.count = static_cast<int64_t>(some.size());
+        a.column_index = pointer<int32_t>(first[kColumnIndex]), a.c = first[kColumnCount];
+        a.input_scale = pointer<float>(first[kInputScale]), a.sink_scale = pointer<float>(first[kSinkScale]);
+        if (!kernels().linear.linear(a)) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
 void bind_linear(nb::module_& m) {
-    m.def(
-        "linear",
-        [](uintptr_t x, int64_t x_stride, int type, int64_t rows, int64_t n, int64_t k, uintptr_t weight,
-           uintptr_t weight_scale, int native_type, uintptr_t bias, uintptr_t columns, uintptr_t column_index, int64_t c,
-           int inputs, uintptr_t input_scale, uintptr_t sink_scale, uintptr_t sinks, int64_t s, uintptr_t out,
-           int threads) {
-            LinearArgs a;
-            a.x = (const void*)x;
-            a.x_stride = x_stride;
-            a.type = (Type)type;
-            a.m = rows;
-            a.n = n;
-            a.k = k;
-            a.weight = (const int8_t*)weight;
-            a.weight_scale = (const float*)weight_scale;
-            a.native_type = (Type)native_type;
-            a.bias = (const void*)bias;
-            a.columns = (const void*)columns;
-            a.column_index = (const int32_t*)column_index;
-            a.c = c;
-            a.inputs = (Inputs)inputs;
-            a.input_scale = (const float*)input_scale;
-            a.sink_scale = (const float*)sink_scale;
-            a.sinks = (const int64_t*)sinks;
-            a.s = s;
-            a.out = (void*)out;
-            a.threads = threads;
-            nb::gil_scoped_release unlocked;
-            return kernels().linear.linear(a);
-        },
-        "One quantized linear layer; see linear.h. False where memory ran out.");
+    m.def("linear", &linear,
+          "Quantized linear layers of one input, which those that follow one another and agree on its codes read once; see "
+          "linear.h. False where memory ran out.");
     m.def(
         "quantize",
         [](uintptr_t x, int64_t x_stride, int type, int64_t rows, int64_t k, uintptr_t codes, uintptr_t scale,

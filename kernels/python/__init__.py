@@ -6,7 +6,7 @@ Triton overrides held to it. Importing this package registers the operators.
 
 from quantsink.kernels.coded_attention import CodedKV, coded_attention
 from quantsink.kernels.int8_linear import int8_linear, quantize_per_channel, quantize_per_token
-from quantsink.kernels.quantized_linear import Layer, quantized_linear
+from quantsink.kernels.quantized_linear import Layer, quantized_linear, quantized_linears
 from quantsink.kernels.sink_attention import Route, sink_attention
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "quantize_per_channel",
     "quantize_per_token",
     "quantized_linear",
+    "quantized_linears",
     "sink_attention",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantsink.kernels import CodedKV, coded_attention
+from quantsink.kernels import CodedKV, Layer, coded_attention, quantize_per_channel, quantized_linear
 from quantsink.kernels.dispatch import unwatched
 
 
@@ -34,7 +34,13 @@ def attention() -> tuple[Callable[[Tensor], Tensor], Tensor]:
     return lambda query: coded_attention(query, codes, routes=routes, scaling=0.125), torch.randn(1, 4, 1, 64)
 
 
-CALLS = {"quantsink.coded_attention.default": attention}
+def linear() -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    torch.manual_seed(0)
+    layer = Layer(*quantize_per_channel(torch.randn(50, 64)))
+    return lambda x: quantized_linear(x, None, layer), torch.randn(3, 64)
+
+
+CALLS = {"quantsink.coded_attention.default": attention, "quantsink.quantized_linear.default": linear}
 
 
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])

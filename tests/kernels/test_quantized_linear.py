@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quantsink.kernels import Layer, quantize_per_token, quantized_linear
+from quantsink.kernels import Layer, quantize_per_token, quantized_linear, quantized_linears
 from quantsink.kernels.cpu import library
 from quantsink.kernels.quantized_linear import cpu
 from quantsink.kernels.quantized_linear.reference import reference
@@ -135,6 +135,51 @@ def test_every_option(
     x[0] *= 20
     sink = None if sink_rows == "plain" else torch.tensor([0, m // 2]).unique()
     check(numerics, x.to(dtype), sink, layer)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("m", [1, 8, 9, 130])
+@pytest.mark.parametrize(("activations", "sink_rows"), INPUTS)
+def test_layers_of_one_input_together_are_the_same_bits(
+    isa: str, threads: int, m: int, activations: str, sink_rows: str, dtype: torch.dtype, numerics: ModuleType
+) -> None:
+    """Some share what turns the input into codes with the one before, others do not."""
+    torch.manual_seed(0)
+    table, k = sink_rows == "table", 577
+    layers = [
+        make(n, k, dtype, activations=activations, rows=rows, columns=columns, bias=bias, table=table)
+        for n, rows, columns, bias in [(600, 0, 5, True), (97, 3, 5, False), (1, 0, 0, True), (50, 0, 0, False)]
+    ]
+    layers[1] = layers[1]._replace(native_column_index=layers[0].native_column_index)
+    layers.insert(1, layers[0]._replace(input_scale=None if layers[0].input_scale is None else torch.tensor([0.05])))
+    sink = None if sink_rows == "plain" else torch.tensor([0, m // 2]).unique()
+    x = torch.randn(m, k).to(dtype)
+    with numerics.poisoned_memory():
+        together = quantized_linears(x, sink, layers)
+        apart = [quantized_linear(x, sink, layer) for layer in layers]
+    if activations == "native" and m > cpu.UNQUANTIZED_ROWS:
+        assert together is None
+        return
+    assert together is not None
+    assert len(together) == len(layers)
+    assert all(torch.equal(found, expected) for found, expected in zip(together, apart, strict=True))
+
+
+@pytest.mark.skipif(library() is None, reason="the C++ kernels were not built")
+def test_one_layer_of_several_that_does_not_fit() -> None:
+    """None, and nothing is computed: the caller takes them one by one."""
+    good, x = make(7, 16, torch.float32), torch.randn(2, 16)
+    wrong = [
+        make(7, 15, torch.float32),
+        good._replace(weight=good.weight.to("meta")),
+        good._replace(weight_scale=good.weight_scale.double()),
+        good._replace(weight_scale=good.weight_scale[:6]),
+        good._replace(bias=torch.randn(8)),
+        good._replace(input_scale=torch.tensor([0.1], device="meta")),
+    ]
+    assert quantized_linears(x, None, [good, good]) is not None
+    assert all(quantized_linears(x, None, [good, bad]) is None for bad in wrong)
+    assert quantized_linears(x.requires_grad_(), None, [good]) is None
 
 
 def test_work_for_two_threads(isa: str, threads: int, numerics: ModuleType) -> None:

@@ -72,16 +72,30 @@ void check(const Case& c, Type type, const std::vector<const char*>& sets) {
                                  std::to_string(static_cast<int>(c.inputs)) + " sinks " + std::to_string(c.sinks) +
                                  " type " + std::to_string(static_cast<int>(type));
         for (int threads = 1; threads <= 3; ++threads) {
-            const Buffer<uint8_t> out(c.m * c.n * size_of(type));
+            // As one layer, then cut into several that are computed together.
+            const int64_t cuts[] = {c.n, c.n / 2, c.n / 3};
+            std::vector<LinearLayer> layers;
+            std::vector<Buffer<uint8_t>> outs;
+            for (int64_t from = 0, count; from < c.n; from += count) {
+                count = std::min(std::max<int64_t>(cuts[threads - 1], 1), c.n - from);
+                outs.emplace_back(c.m * count * size_of(type));
+                const int64_t size = size_of(type);
+                layers.push_back({count, weight.data() + from * c.k, weight_scale.data() + from, type, bias.data() + from * size,
+                                  columns.data() + from * c.native * size, outs.back().data()});
+            }
             LinearArgs a{};
-            a.x = x.data(), a.x_stride = stride, a.type = type, a.m = c.m, a.n = c.n, a.k = c.k;
-            a.weight = weight.data(), a.weight_scale = weight_scale.data();
-            a.native_type = type, a.bias = bias.data(), a.columns = columns.data(), a.column_index = index.data();
-            a.c = c.native, a.inputs = c.inputs, a.input_scale = input_scale.data();
+            a.x = x.data(), a.x_stride = stride, a.type = type, a.m = c.m, a.k = c.k;
+            a.layers = layers.data(), a.count = static_cast<int64_t>(layers.size());
+            a.column_index = index.data(), a.c = c.native, a.inputs = c.inputs, a.input_scale = input_scale.data();
             a.sink_scale = c.sink_scaled ? sink_scale.data() : nullptr;
-            a.sinks = sinks.data(), a.s = c.sinks, a.out = out.data(), a.threads = threads;
+            a.sinks = sinks.data(), a.s = c.sinks, a.threads = threads;
             if (!kernels().linear.linear(a)) fail(what, "no memory");
-            for (int64_t i = 0; i < actual.size; ++i) actual[i] = get(out.data(), type, i);
+            for (int64_t m = 0, from = 0; m < c.m; ++m, from = 0) {
+                for (const LinearLayer& layer : layers) {
+                    for (int64_t n = 0; n < layer.n; ++n) actual[m * c.n + from + n] = get(layer.out, type, m * layer.n + n);
+                    from += layer.n;
+                }
+            }
             expect_close(what, actual, truth, type == Type::f32 ? 1e-5 : type == Type::bf16 ? 4e-3 : 1e-3);
         }
         const Buffer<int8_t> codes(c.m * c.k);

@@ -4,13 +4,16 @@ The reference reads like the formula of docs/formats.md. On CPU, C++ quantizes t
 native columns and bias in one pass over memory (docs/decisions/0002-int8-product.md).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from quantsink.kernels.dispatch import unwatched
 from quantsink.kernels.quantized_linear import cpu
 from quantsink.kernels.quantized_linear.reference import Layer, reference
 
-__all__ = ["Layer", "quantized_linear"]
+__all__ = ["Layer", "quantized_linear", "quantized_linears"]
 
 torch.library.define(
     "quantsink::quantized_linear",
@@ -26,13 +29,18 @@ def _reference(x: Tensor, sink: Tensor | None, *layer: object) -> Tensor:
 
 
 @torch.library.impl("quantsink::quantized_linear", "CPU")
-def _cpu(x: Tensor, sink: Tensor | None, *layer: object) -> Tensor:
-    return cpu.multiply(x, sink, Layer(*layer))  # type: ignore[arg-type]
+def _cpu(x: Tensor, sink: Tensor | None, *tensors: object) -> Tensor:
+    layer = Layer(*tensors)  # type: ignore[arg-type]
+    found = cpu.multiply(x, sink, (layer,))
+    return reference(x, sink, layer) if found is None else found[0]
 
 
 @torch.library.register_fake("quantsink::quantized_linear")
 def _fake(x: Tensor, sink: Tensor | None, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+_operator = torch.ops.quantsink.quantized_linear.default
 
 
 def quantized_linear(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:
@@ -49,5 +57,15 @@ def quantized_linear(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return reference(x, sink, layer)
-    result: Tensor = torch.ops.quantsink.quantized_linear(x, sink, *layer)
+    found = quantized_linears(x, sink, (layer,))
+    result: Tensor = _operator(x, sink, *layer) if found is None else found[0]
     return result
+
+
+def quantized_linears(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -> list[Tensor] | None:
+    """`quantized_linear` of several layers with the same kind of activations, bit for bit, in one pass over their
+    input. None where that is not to be had: elsewhere than on the CPU, without the C++ kernels, and where somebody
+    wants to see operators (`torch.compile`, a profiler)."""
+    if type(x) is not Tensor or not x.is_cpu or (torch.is_grad_enabled() and x.requires_grad) or not unwatched():
+        return None
+    return cpu.multiply(x, sink, layers)

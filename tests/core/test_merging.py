@@ -1,0 +1,309 @@
+"""Layers that read one tensor are computed together: the same bits, and never another tensor's outputs."""
+
+import copy
+import dataclasses
+import gc
+import io
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+import quantsink
+import quantsink.merging
+from quantsink.context import TokenContext, cache_argument
+from quantsink.kernels import quantized_linear
+from quantsink.kernels.cpu import library
+from quantsink.linear import QuantizedLinear
+from quantsink.plan import LinearPlan
+from quantsink.recipe import Recipe
+
+IDS = torch.arange(2, 60)[None]
+PLANS = {
+    "w8a8": [LinearPlan("per_token", "native", native_columns=(3,))] * 3,
+    "other columns": [LinearPlan("per_token", "plain", native_columns=(c,)) for c in (3, 3, 5)],
+    "static": [LinearPlan("static", "table", input_scale=0.03, sink_scale=0.1)] * 3,
+    "other scales": [LinearPlan("static", "table", input_scale=s, sink_scale=0.1) for s in (0.03, 0.02, 0.03)],
+    "other sink scales": [LinearPlan("static", "table", input_scale=0.03, sink_scale=s) for s in (0.1, 0.1, 0.2)],
+    "weights only": [LinearPlan("native", "plain")] * 3,
+    "native rows": [LinearPlan("per_token", "native", native_rows=(n,)) for n in (0, 3, 8)],
+}
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="the C++ kernels were not built")
+
+
+class Attention(nn.Module):
+    """Three layers of one input, with all that could go between them."""
+
+    def __init__(self, plans=PLANS["w8a8"], dtype=torch.float32, tokens=(1, 6)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.context = TokenContext(1)
+        self.context.set(tokens, 0, None, torch.device("cpu"))
+        for name, size, plan in zip("qkv", (50, 48, 9), plans, strict=True):
+            linear = nn.Linear(24, size, dtype=dtype)
+            self.add_module(name, QuantizedLinear.of(f"attention.{name}", linear, plan, self.context))
+
+    def forward(self, x):
+        return self.q(x), self.k(x), self.v(x)
+
+    def apart(self, x):
+        """Each by itself."""
+        sink = None if self.q.sink_rows == "plain" else self.context.sink_rows(x.shape, "")
+        found = [quantized_linear(x.reshape(-1, 24), sink, layer.tensors()) for layer in (self.q, self.k, self.v)]
+        return [y.reshape(*x.shape[:-1], -1) for y in found]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many layers each kernel call computed."""
+    found = []
+
+    def one(x, sink, layer):
+        found.append(1)
+        return quantsink.kernels.quantized_linear(x, sink, layer)
+
+    def several(x, sink, layers):
+        outputs = quantsink.kernels.quantized_linears(x, sink, layers)
+        found.extend([] if outputs is None else [len(layers)])
+        return outputs
+
+    monkeypatch.setattr(quantsink.merging, "quantized_linear", one)
+    monkeypatch.setattr(quantsink.merging, "quantized_linears", several)
+    return found
+
+
+def same(found, expected):
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("tokens", [(1, 1), (2, 3), (2, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_from_the_second_pass_on_one_call_computes_three(plans, tokens, dtype, calls):
+    model = Attention(plans, dtype, tokens)
+    expected_calls = [[1, 1, 1], [3], [3]] if plans[0].activations != "native" or tokens != (2, 40) else [[1, 1, 1]] * 3
+    for expected in expected_calls:
+        x = torch.randn(*tokens, 24, dtype=dtype)
+        apart = model.apart(x)
+        model.context.merging.clear()
+        calls.clear()
+        with torch.inference_mode():
+            assert same(model(x), apart)
+        assert calls == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a8-static", "w8a16"])
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma"])
+def test_a_model_gives_the_same_bits_pass_for_pass(recipe, family, tokenizer, request, calls):
+    model = request.getfixturevalue(family)()
+    calibration = quantsink.calibrate(model, tokenizer, "builtin:prose", seq_len=64, max_tokens=512)
+    model = quantsink.quantize(model, calibration, dataclasses.replace(Recipe.load(recipe), output_head="int8"))
+    with torch.inference_mode():
+        first, second = (model(IDS[:, :12]).logits for _ in range(2))
+        assert torch.equal(first, second)
+        layers = len(model.model.layers)
+        assert calls[-4 * layers :] == [3, 1, 2, 1] * layers
+        merged = [model.generate(IDS, max_new_tokens=8, do_sample=False) for _ in range(2)]
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.followers, module.apart = (), True
+        assert torch.equal(model(IDS[:, :12]).logits, first)
+        assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), merged[0])
+    assert torch.equal(*merged)
+    assert set(calls[-7 * layers :]) == {1}
+
+
+@needs_kernels
+def test_an_input_changed_between_two_layers_is_read_again():
+    model = Attention()
+    x = torch.randn(1, 6, 24)
+    with torch.no_grad():
+        for _ in range(3):
+            found = [model.q(x)]
+            x.mul_(2)
+            found += [model.k(x), model.v(x)]
+            assert same(found[1:], model.apart(x)[1:])
+
+
+@needs_kernels
+def test_who_does_not_come_for_an_output_is_no_longer_waited_for(calls):
+    model = Attention()
+    x, y = torch.randn(1, 6, 24), torch.randn(1, 6, 24)
+    with torch.inference_mode():
+        for _ in range(2):
+            model(x)
+            model.context.merging.clear()
+        assert calls == [1, 1, 1, 3]
+        assert same([model.q(x), model.k(x), model.q(y)], [*model.apart(x)[:2], model.apart(y)[0]])
+        model.context.merging.clear()
+        calls.clear()
+        for z in (x, y):
+            assert same(model(z), model.apart(z))
+    assert set(calls) == {1}
+
+
+@needs_kernels
+def test_a_layer_exchanged_or_hooked_is_asked_itself():
+    model = Attention()
+    x = torch.randn(1, 6, 24)
+    with torch.inference_mode():
+        for _ in range(2):
+            model(x)
+            model.context.merging.clear()
+        handle = model.k.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        assert same(model(x), [model.apart(x)[0], model.apart(2 * x)[1], model.apart(x)[2]])
+        handle.remove()
+        other = Attention()
+        other.context.set((1, 6), 0, None, torch.device("cpu"))
+        model.k = nn.Linear(24, 48)
+        for _ in range(2):
+            assert torch.equal(model(x)[1], model.k(x))
+
+
+@needs_kernels
+def test_layers_of_different_modules_stay_apart(calls):
+    """A buffer that is used again for the next layer's input has no version in inference mode."""
+    model = Attention()
+    model.k.name = "elsewhere.k"
+    with torch.inference_mode():
+        x = torch.randn(1, 6, 24)
+        for _ in range(3):
+            q = model.q(x)
+            x.copy_(torch.randn(1, 6, 24))
+            assert same([model.k(x)], model.apart(x)[1:2])
+            assert q.shape == (1, 6, 50)
+    assert set(calls) == {1}
+
+
+@needs_kernels
+def test_copies_and_files_hold_no_pass_and_work(calls):
+    model = Attention()
+    x = torch.randn(1, 6, 24)
+    with torch.inference_mode():
+        expected = model(x)
+        model(x.clone())
+        model.q(x)  # a pass that was broken off
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        for again in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=False),
+        ):
+            assert again.context.merging.held is None
+            assert [f is g for f, g in zip(again.q.followers, (again.k, again.v), strict=True)] == [True, True]
+            again.k.weight.neg_()
+            found = again(x)
+            assert torch.equal(found[0], expected[0])
+            assert not torch.equal(found[1], expected[1])
+    assert sorted(model.state_dict()) == sorted(Attention().state_dict())
+
+
+@needs_kernels
+def test_nothing_outlives_a_pass(tiny_llama, tokenizer):
+    model = tiny_llama()
+    calibration = quantsink.calibrate(model, tokenizer, "builtin:prose", seq_len=64, max_tokens=512)
+    model = quantsink.quantize(model, calibration, "w8a8")
+    merging = model.model.layers[0].self_attn.q_proj.context.merging
+    seen = []
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda m, args, y: seen.append(weakref.ref(args[0])))
+    with torch.inference_mode():
+        for _ in range(2):
+            model(IDS)
+            assert merging.held is None
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].self_attn.k_proj.register_forward_hook(stop)
+    with torch.inference_mode():
+        expected = model.model.layers[1].self_attn.q_proj.followers
+        with pytest.raises(KeyboardInterrupt):
+            model(IDS)
+        handle.remove()
+        model(IDS)
+    assert model.model.layers[1].self_attn.q_proj.followers == expected
+
+
+@needs_kernels
+def test_weights_that_are_elsewhere_are_not_touched(calls):
+    """accelerate loads an offloaded layer's weights when that layer is called, not before."""
+    model = Attention()
+    x = torch.randn(1, 6, 24)
+    with torch.inference_mode():
+        expected = [model(x), model.context.merging.clear()][0]
+        kept = dict(model.v._buffers)
+        model.v._buffers |= {name: None if b is None else b.to("meta") for name, b in kept.items()}
+        found = [model.q(x), model.k(x)]
+        model.v._buffers |= kept
+        assert same([*found, model.v(x)], expected)
+    assert set(calls) == {1}
+
+
+@needs_kernels
+def test_a_compiled_model_and_a_watched_one_merge_nothing(calls):
+    model = Attention(PLANS["other columns"])
+    x = torch.randn(1, 6, 24)
+    with torch.no_grad():
+        expected = model.apart(x)
+        model.context.merging.clear()
+        model(x)
+        calls.clear()
+        assert same(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
+        assert calls == []
+        model.context.merging.clear()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert same(model(x), expected)
+    assert sum("quantized_linear" in event.name for event in profile.events()) == 3
+
+
+@needs_kernels
+def test_threads_that_share_a_model_get_their_own_results():
+    model = Attention(PLANS["other columns"])
+    inputs = [torch.randn(1, 6, 24) for _ in range(4)]
+    expected = [model.apart(x) for x in inputs]
+    wrong = []
+
+    def work(x, right):
+        with torch.inference_mode():
+            wrong.extend(None for _ in range(200) if not same(model(x), right))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@needs_kernels
+def test_gradients_of_weights_only_layers_are_right():
+    model = Attention(PLANS["weights only"])
+    with torch.inference_mode():
+        model(torch.randn(1, 6, 24))
+    x = torch.randn(1, 6, 24, requires_grad=True)
+    sum(y.sum() for y in model(x)).backward()
+    wanted = sum((m.weight.float() * m.weight_scale[:, None]).sum(0) for m in (model.q, model.k, model.v))
+    torch.testing.assert_close(x.grad, wanted.expand(1, 6, 24), rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
+def test_a_cache_step_merges_too(tiny_llama, tokenizer, calls):
+    model = tiny_llama()
+    calibration = quantsink.calibrate(model, tokenizer, "builtin:prose", seq_len=64, max_tokens=512)
+    model = quantsink.quantize(model, calibration, "w8a8")
+    with torch.inference_mode():
+        cache = DynamicCache(config=model.config)
+        model(IDS, **{cache_argument(model): cache})
+        calls.clear()
+        model(IDS[:, -1:], **{cache_argument(model): cache})
+    assert calls == [3, 1, 2, 1] * 2
