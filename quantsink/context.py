@@ -38,6 +38,7 @@ class TokenContext:
 
     def attach(self, decoder: nn.Module) -> None:
         decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+        decoder.register_forward_hook(self._done)
         decoder.register_forward_hook(self._after, always_call=True)
 
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,6 +62,9 @@ class TokenContext:
         if mask is not None and not isinstance(mask, Tensor):
             raise QuantSinkError(f"quantsink: an attention_mask of type {type(mask).__name__} does not show padding")
         self.set((tokens.shape[0], tokens.shape[1]), past, mask, tokens.device)
+
+    def _done(self, *_: object) -> None:
+        self.merging.finish()
 
     def _after(self, *_: object) -> None:
         self.shape = self.rows = self.first = None

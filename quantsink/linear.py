@@ -10,6 +10,7 @@ from quantsink.architecture import matrix
 from quantsink.context import TokenContext
 from quantsink.errors import QuantSinkError
 from quantsink.kernels import Layer, quantize_per_channel, quantized_linear
+from quantsink.merging import Peers
 from quantsink.plan import LinearPlan
 
 
@@ -30,10 +31,6 @@ class QuantizedLinear(nn.Module):
     native_column_index: Tensor
     input_scale: Tensor
     sink_scale: Tensor
-    followers: "tuple[QuantizedLinear, ...]" = ()
-    """Layers that read the same inputs and are computed with this one (`quantsink.merging`)."""
-    apart = False
-    """Computed by itself for good: a follower did not ask for what was computed for it."""
 
     def __init__(
         self,
@@ -49,7 +46,7 @@ class QuantizedLinear(nn.Module):
         bias: bool,
     ) -> None:
         super().__init__()
-        self.name, self.context = name, context
+        self.name, self.context, self.peers = name, context, Peers()
         self.activations, self.sink_rows, self.rows, self.columns = activations, sink_rows, rows, columns
         self.out_features, self.in_features = shape
         self.register_buffer("weight", torch.empty(shape, dtype=torch.int8))
@@ -115,7 +112,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.activations != "native" and torch.is_grad_enabled() and x.requires_grad:
             raise QuantSinkError(f"{self.name}: INT8 inputs have no gradient; call the model under torch.no_grad()")
-        merging = None if torch.compiler.is_compiling() or self._forward_pre_hooks else self.context.merging
+        merging = self.context.merging if self._merges(x) else None
         y = None if merging is None else merging.take(self, x)
         if y is None:
             sink = None
@@ -127,6 +124,13 @@ class QuantizedLinear(nn.Module):
             else:
                 y = merging.compute(self, x, rows, sink)
         return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _merges(self, x: Tensor) -> bool:
+        """Whether other layers may be computed with this one. Not outside the model's forward pass, after which nothing
+        is kept."""
+        if torch.compiler.is_compiling() or self.context.shape is None or not x.is_cpu or self._forward_pre_hooks:
+            return False
+        return not (torch.is_grad_enabled() and x.requires_grad)
 
     @property
     def kind(self) -> tuple[str, str, str]:

@@ -8,18 +8,36 @@ others will ask for until they do. Results are the same to the bit (docs/decisio
 import weakref
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from quantsink.kernels import quantized_linear, quantized_linears
 
+MISSES = 3
+"""So often a layer's followers may not ask for what was computed for them; then it computes only its own."""
+
+
+class Peers:
+    """What a layer knows of others that read its input."""
+
+    followers: tuple[Any, ...] = ()
+    known = False
+    """The first pass is over, which shows who follows."""
+    misses = 0
+
+    def __getstate__(self) -> None:
+        """Nothing: a layer is copied and saved without its neighbours, and finds them again."""
+
 
 class Held(NamedTuple):
-    """One tensor that a layer was called with, and outputs that other layers have not asked for yet."""
+    """The tensor that a layer was called with last, and outputs that other layers have not asked for yet."""
 
     x: "weakref.ref[Tensor]"
-    version: int
+    state: tuple[int, bool]
     leader: Any
     outputs: dict[Any, Tensor]
+    copy: Tensor | None
+    """Of `x`, while the leader learns who follows: they must be given the same numbers."""
 
 
 class Merging:
@@ -29,7 +47,16 @@ class Merging:
     held: Held | None = None
 
     def clear(self) -> None:
-        self.held = None
+        """A pass was broken off, or is over: keep nothing. A layer that was learning does so again."""
+        held, self.held = self.held, None
+        if held is not None and held.copy is not None and not held.leader.peers.followers:
+            held.leader.peers.known = False
+
+    def finish(self) -> None:
+        """A pass is over: what nobody asked for is not computed again."""
+        held, self.held = self.held, None
+        if held is not None and held.outputs:
+            _miss(held.leader.peers)
 
     def __getstate__(self) -> None:
         """A copy of the model, or its file, has no pass under way."""
@@ -43,29 +70,42 @@ class Merging:
         """`[M, N]`: the layer's output for `x`, of which `rows` `[M, K]` is a view; `sink` as in `quantized_linear`."""
         held = self.held
         if held is not None and _same(held, x):
-            _follow(held.leader, layer)
+            _follow(held, layer, x)
             return quantized_linear(rows, sink, layer.tensors())
-        if held is not None and held.outputs:
-            held.leader.followers, held.leader.apart = (), True
-        followers = layer.followers
+        self.finish()
+        peers: Peers = layer.peers
+        followers = peers.followers
         found = quantized_linears(rows, sink, [one.tensors() for one in (layer, *followers)]) if followers else None
         if found is None:
             found, followers = [quantized_linear(rows, sink, layer.tensors())], ()
-        self.held = Held(weakref.ref(x), _version(x), layer, dict(zip(followers, found[1:], strict=True)))
+        copy = None if peers.known else x.detach().clone()
+        peers.known = True
+        self.held = Held(weakref.ref(x), _state(x), layer, dict(zip(followers, found[1:], strict=True)), copy)
         return found[0]
 
 
-def _version(x: Tensor) -> int:
-    """Counts changes in place; PyTorch does not count those of tensors made in inference mode."""
-    return 0 if x.is_inference() else x._version
+def _state(x: Tensor) -> tuple[int, bool]:
+    """Differs once `x` was changed in place, or where what is computed now has another kind of history. PyTorch does
+    not count changes of tensors made in inference mode."""
+    return 0 if x.is_inference() else x._version, torch.is_inference_mode_enabled()
 
 
 def _same(held: Held, x: Tensor) -> bool:
-    return held.x() is x and held.version == _version(x)
+    return held.x() is x and held.state == _state(x)
 
 
-def _follow(leader: Any, layer: Any) -> None:
-    """From now on the leader computes this layer too."""
-    if layer is leader or layer in leader.followers or leader.apart or leader.kind != layer.kind:
+def _follow(held: Held, layer: Any, x: Tensor) -> None:
+    """From now on the leader computes this layer too, if it was given the same numbers."""
+    leader, peers = held.leader, held.leader.peers
+    if layer is leader or layer in peers.followers or held.copy is None or leader.kind != layer.kind:
         return
-    leader.followers = (*leader.followers, layer)
+    if torch.equal(held.copy, x):
+        peers.followers = (*peers.followers, layer)
+    else:
+        _miss(peers, MISSES)
+
+
+def _miss(peers: Peers, times: int = 1) -> None:
+    """Forget the followers; after some misses for good."""
+    peers.misses += times
+    peers.followers, peers.known = (), peers.misses >= MISSES

@@ -1,9 +1,9 @@
-"""Whether merging q, k, v and gate, up into one product each would pay: the same weights, separate and merged.
+"""What computing q, k, v and gate, up together brings: the same layers one by one and in one call.
 
     OMP_WAIT_POLICY=passive python kernels/bench/merged.py [--repeats N]
 
 The layers of several blocks one after the other, so that weights come from memory as they do in a model. bfloat16 in
-and out, INT8 activations by token. A merged layer's outputs are slices. Both alternate in one process; medians.
+and out, INT8 activations by token. Both alternate in one process; medians.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantsink.kernels import Layer, quantize_per_channel, quantized_linear
+from quantsink.kernels import Layer, quantize_per_channel, quantized_linear, quantized_linears
+from quantsink.kernels.cpu import library
 
 MODELS = {
     "SmolLM2-135M": (576, {"q, k, v": (576, 192, 192), "gate, up": (1536, 1536)}, {1: 30, 8: 30, 1024: 4}),
@@ -27,12 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=31)
     repeats: int = parser.parse_args().repeats
+    if library() is None:
+        raise SystemExit("kernels/bench/merged.py: the C++ kernels were not built; `make kernels` builds them")
     for model, (inputs, groups, rows) in MODELS.items():
         for m, blocks in rows.items():
             for name, sizes in groups.items():
                 separate, merged = measure(m, blocks, inputs, sizes, repeats)
                 print(
-                    f"{model}  {m:5} rows  {name:9} separate {separate:7.0f} us a block  merged {merged:7.0f} us"
+                    f"{model}  {m:5} rows  {name:9} one by one {separate:7.0f} us a block  together {merged:7.0f} us"
                     f"  ratio {separate / merged:.2f}",
                     flush=True,
                 )
@@ -43,18 +46,17 @@ def measure(rows: int, blocks: int, inputs: int, sizes: tuple[int, ...], repeats
     """Median microseconds a block."""
     torch.manual_seed(0)
     x = torch.randn(rows, inputs).bfloat16()
-    separate = [[layer(size, inputs) for size in sizes] for _ in range(blocks)]
-    merged = [layer(sum(sizes), inputs) for _ in range(blocks)]
+    layers = [[layer(size, inputs) for size in sizes] for _ in range(blocks)]
 
     def apart() -> list[Tensor]:
-        return [quantized_linear(x, None, one) for block in separate for one in block]
+        return [quantized_linear(x, None, one) for block in layers for one in block]
 
     def together() -> list[Tensor]:
-        return [part for one in merged for part in quantized_linear(x, None, one).split(sizes, 1)]
+        return [part for block in layers for part in quantized_linears(x, None, block) or ()]
 
+    if not all(torch.equal(a, b) for a, b in zip(apart(), together(), strict=True)):
+        raise SystemExit("kernels/bench/merged.py: layers computed together differ from the same one by one")
     times: dict[Callable[[], list[Tensor]], list[float]] = {apart: [], together: []}
-    for call in times:
-        call()
     for _ in range(repeats):
         for call, taken in times.items():
             start = time.perf_counter()

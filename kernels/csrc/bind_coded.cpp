@@ -36,7 +36,7 @@ bool dense(const Tensor& x) { return strides(x)[3] == 1 || shape(x)[3] == 1 || s
 View view(const Tensor& x) { return {pointer<void>(static_cast<uintptr_t>(x[0])), strides(x)[0], strides(x)[1], strides(x)[2]}; }
 
 // Each bank holds records of its width.
-bool fits(const CodedArgs& a, const Tensors& banks, const std::vector<int>& bits) {
+bool fits(const CodedArgs& a, const Tensors& banks, const std::vector<int64_t>& bits) {
     if (banks.empty() || banks.size() != bits.size()) return false;
     for (size_t i = 0; i < banks.size(); ++i) {
         const Tensor& bank = banks[i];
@@ -73,7 +73,7 @@ template <class T> const T* data(const Tensor& table) { return pointer<T>(static
 // `views`: query, sink keys and values, the newest keys and values, out; `tables`: places, counts, routes; `bounds`:
 // clip_row, clip_absolute and s_aux, each empty or [heads]. False where anything does not fit together, as check() in
 // coded_attention/cache.py has it.
-bool coded_attention(const std::array<Tensor, 6>& views, bool bfloat16, const Tensors& banks, const std::vector<int>& bits,
+bool coded_attention(const std::array<Tensor, 6>& views, bool bfloat16, const Tensors& banks, const std::vector<int64_t>& bits,
                      const std::array<Tensor, 3>& tables, const std::array<Tensor, 3>& bounds, float scaling,
                      float softcap, int threads, bool poison) {
     for (const Tensor& x : views) {
@@ -116,7 +116,7 @@ bool coded_attention(const std::array<Tensor, 6>& views, bool bfloat16, const Te
     all.reserve(banks.size());
     for (size_t i = 0; i < banks.size(); ++i) {
         const View bank = view(banks[i]);
-        all.push_back({static_cast<const uint8_t*>(bank.data), bank.batch, bank.head, bank.token, bits[i]});
+        all.push_back({static_cast<const uint8_t*>(bank.data), bank.batch, bank.head, bank.token, static_cast<int>(bits[i])});
     }
     a.banks = all.data();
     a.bank_count = static_cast<int64_t>(all.size());

@@ -251,21 +251,32 @@ bool linear(const LinearArgs& given) {
     // Few panels: their rows are divided too, so that every thread has work.
     const int64_t parts = panels >= 4 * a.threads || a.m < 16 * MR ? 1 : a.threads;
     const int64_t rows = round_up((a.m + parts - 1) / parts, MR);
+    const int64_t as_they_are = !quantized ? a.m : a.sink_scale ? 0 : a.s;
+    const auto quantize = [&](int64_t m, float* row) { quantize_row(a, w, m, row); };
+    const auto keep = [&](int64_t i) { read_row(a, w, quantized ? a.sinks[i] : i, w.unquantized + i * w.kp); };
+    // Few rows are read before there are other threads: to wake one at a barrier takes longer.
+    const bool few = a.m <= FEW;
+    if (few) {
+        Local l;
+        uintptr_t at = w.threads;
+        lay_out_thread(a, w.kp, at, l);
+        for (int64_t m = 0; quantized && m < a.m; ++m) quantize(m, l.row);
+        for (int64_t i = 0; i < as_they_are; ++i) keep(i);
+    }
 #pragma omp parallel num_threads(a.threads) if (a.threads > 1)
     {
         Local l;
         uintptr_t at = w.threads + this_thread() * w.thread_bytes;
         lay_out_thread(a, w.kp, at, l);
-        if (quantized) {
+        if (quantized && !few) {
 #pragma omp for schedule(static)
-            for (int64_t m = 0; m < a.m; ++m) quantize_row(a, w, m, l.row);
+            for (int64_t m = 0; m < a.m; ++m) quantize(m, l.row);
         }
-        const int64_t as_they_are = !quantized ? a.m : a.sink_scale ? 0 : a.s;
+        if (as_they_are && !few) {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < as_they_are; ++i) {
-            read_row(a, w, quantized ? a.sinks[i] : i, w.unquantized + i * w.kp);
+            for (int64_t i = 0; i < as_they_are; ++i) keep(i);
         }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
         for (int64_t task = 0; task < panels * parts; ++task) {
             const int64_t index = task / parts, from = task % parts * rows;
             const Panel p = panel_at(a, index);
@@ -275,7 +286,8 @@ bool linear(const LinearArgs& given) {
         }
         // After the sink rows' INT8 results, which these replace.
         if (as_they_are) {
-#pragma omp for schedule(dynamic)
+#pragma omp barrier
+#pragma omp for schedule(dynamic) nowait
             for (int64_t index = 0; index < panels; ++index) {
                 const Panel p = panel_at(a, index);
                 read_panel(a, p, l);

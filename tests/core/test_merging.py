@@ -19,6 +19,7 @@ from quantsink.context import TokenContext, cache_argument
 from quantsink.kernels import quantized_linear
 from quantsink.kernels.cpu import library
 from quantsink.linear import QuantizedLinear
+from quantsink.merging import MISSES
 from quantsink.plan import LinearPlan
 from quantsink.recipe import Recipe
 
@@ -77,6 +78,14 @@ def calls(monkeypatch):
     return found
 
 
+def passes(model, times):
+    """Whole ones, each with its own input."""
+    for _ in range(times):
+        x = torch.randn(1, 6, 24)
+        assert same(model(x), model.apart(x))
+        model.context.merging.finish()
+
+
 def same(found, expected):
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -113,7 +122,7 @@ def test_a_model_gives_the_same_bits_pass_for_pass(recipe, family, tokenizer, re
         merged = [model.generate(IDS, max_new_tokens=8, do_sample=False) for _ in range(2)]
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
-                module.followers, module.apart = (), True
+                module.peers.followers, module.peers.known = (), True
         assert torch.equal(model(IDS[:, :12]).logits, first)
         assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), merged[0])
     assert torch.equal(*merged)
@@ -121,32 +130,69 @@ def test_a_model_gives_the_same_bits_pass_for_pass(recipe, family, tokenizer, re
 
 
 @needs_kernels
-def test_an_input_changed_between_two_layers_is_read_again():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", [lambda x: x.mul_(2), lambda x: x.data.mul_(2)], ids=["in place", "data"])
+def test_an_input_changed_between_two_layers_is_read_again(mode, change):
+    """In every pass, as a model's code would; nothing counts the changes of a tensor made in inference mode."""
     model = Attention()
-    x = torch.randn(1, 6, 24)
-    with torch.no_grad():
-        for _ in range(3):
+    with mode():
+        for _ in range(4):
+            x = torch.randn(1, 6, 24)
             found = [model.q(x)]
-            x.mul_(2)
+            change(x)
             found += [model.k(x), model.v(x)]
             assert same(found[1:], model.apart(x)[1:])
+            model.context.merging.finish()
+
+
+@needs_kernels
+def test_outside_a_pass_nothing_is_kept():
+    model = Attention(PLANS["weights only"])
+    x = torch.randn(1, 6, 24)
+    with torch.inference_mode():
+        passes(model, 2)
+        model.context._after()
+        model.q(x)
+        assert model.context.merging.held is None
+        model.k.weight.neg_()
+        assert same([model.k(x)], model.apart(x)[1:2])
+
+
+@needs_kernels
+def test_a_gradient_is_not_lost_on_what_was_computed_without():
+    model = Attention(PLANS["weights only"])
+    with torch.no_grad():
+        passes(model, 2)
+    x = torch.randn(1, 6, 24, requires_grad=True)
+    with torch.no_grad():
+        model.q(x)
+    assert model.k(x).requires_grad
+    y = torch.randn(1, 6, 24)
+    model.context.merging.clear()
+    with torch.inference_mode():
+        model.q(y)
+    assert not model.k(y).is_inference()
 
 
 @needs_kernels
 def test_who_does_not_come_for_an_output_is_no_longer_waited_for(calls):
     model = Attention()
-    x, y = torch.randn(1, 6, 24), torch.randn(1, 6, 24)
     with torch.inference_mode():
-        for _ in range(2):
-            model(x)
-            model.context.merging.clear()
+        passes(model, 2)
         assert calls == [1, 1, 1, 3]
-        assert same([model.q(x), model.k(x), model.q(y)], [*model.apart(x)[:2], model.apart(y)[0]])
-        model.context.merging.clear()
-        calls.clear()
-        for z in (x, y):
-            assert same(model(z), model.apart(z))
-    assert set(calls) == {1}
+        for _ in range(2):
+            x, y = torch.randn(1, 6, 24), torch.randn(1, 6, 24)
+            assert same([model.q(x), model.k(x), model.q(y)], [*model.apart(x)[:2], model.apart(y)[0]])
+            model.context.merging.clear()
+            calls.clear()
+            passes(model, 2)
+            assert calls == [1, 1, 1, 3]
+        for _ in range(MISSES):
+            model.q(torch.randn(1, 6, 24))
+            model.context.merging.finish()
+            calls.clear()
+            passes(model, 2)
+        assert set(calls) == {1}
 
 
 @needs_kernels
@@ -198,11 +244,13 @@ def test_copies_and_files_hold_no_pass_and_work(calls):
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=False),
         ):
             assert again.context.merging.held is None
-            assert [f is g for f, g in zip(again.q.followers, (again.k, again.v), strict=True)] == [True, True]
             again.k.weight.neg_()
-            found = again(x)
-            assert torch.equal(found[0], expected[0])
-            assert not torch.equal(found[1], expected[1])
+            for _ in range(2):
+                found = again(x.clone())
+                assert torch.equal(found[0], expected[0])
+                assert not torch.equal(found[1], expected[1])
+            assert [f is g for f, g in zip(again.q.peers.followers, (again.k, again.v), strict=True)] == [True, True]
+        assert len(pickle.dumps(model.q)) < 1.1 * len(pickle.dumps(Attention().q))
     assert sorted(model.state_dict()) == sorted(Attention().state_dict())
 
 
@@ -226,12 +274,12 @@ def test_nothing_outlives_a_pass(tiny_llama, tokenizer):
 
     handle = model.model.layers[1].self_attn.k_proj.register_forward_hook(stop)
     with torch.inference_mode():
-        expected = model.model.layers[1].self_attn.q_proj.followers
+        expected = model.model.layers[1].self_attn.q_proj.peers.followers
         with pytest.raises(KeyboardInterrupt):
             model(IDS)
         handle.remove()
         model(IDS)
-    assert model.model.layers[1].self_attn.q_proj.followers == expected
+    assert model.model.layers[1].self_attn.q_proj.peers.followers == expected != ()
 
 
 @needs_kernels

@@ -411,6 +411,9 @@ def test_half_precision_and_double() -> None:
     ("change", "message"),
     [
         ({"bits": (5,)}, "8, 4, 3 or 2 bits, not 5"),
+        ({"bits": (2**40,)}, "8, 4, 3 or 2 bits, not 1099511627776"),
+        ({"key": torch.ones(1, 2, 64)}, r"key must be \['B', 'KV heads', 'tokens', 'D'\], not \[1, 2, 64\]"),
+        ({"value": torch.tensor(1.0)}, r"value must be \['B', 'KV heads', 'tokens', 'D'\], not \[\]"),
         ({"bits": (8, 4)}, "1 banks with 2 widths"),
         ({"bits": (4,)}, r"banks\[0\] must be"),
         ({"sink_value": torch.ones(1, 2, 3, 64)}, "sink_value must be"),

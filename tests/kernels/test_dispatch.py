@@ -1,5 +1,6 @@
 """A kernel called without the dispatcher: only where nobody watches operators."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantsink.kernels import CodedKV, Layer, coded_attention, quantize_per_channel, quantized_linear
+from quantsink.kernels import CodedKV, Layer, coded_attention, quantize_per_channel, quantized_linear, sink_attention
 from quantsink.kernels.dispatch import unwatched
 
 
@@ -85,6 +86,39 @@ def test_modes_tracers_and_profilers_see_the_operator(name: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call(given)
     assert any(name.split(".")[1] in event.name for event in profile.events())
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_changes_nothing(name: str, device: str) -> None:
+    call, given = CALLS[name]()
+    expected = call(given)
+    with torch.device(device):
+        assert torch.equal(call(given), expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_flags_of_a_tensor_are_heeded(name: str) -> None:
+    """One that is negated or zero by a flag holds other numbers than its memory."""
+    call, given = CALLS[name]()
+    assert torch.equal(call(torch._neg_view(given)), call(-given))
+    assert torch.equal(call(torch._efficientzerotensor(given.shape)), call(torch.zeros_like(given)))
+
+
+def test_tensors_on_another_device_are_refused() -> None:
+    x, layer = torch.randn(3, 64), Layer(*quantize_per_channel(torch.randn(50, 64)))
+    message = "weight_scale is on meta, its input on cpu; move it there"
+    with pytest.raises(ValueError, match=message):
+        quantized_linear(x, None, layer._replace(weight_scale=layer.weight_scale.to("meta")))
+    query, key = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 300, 64)
+    codes, routes = CodedKV.encode(key, key, bits=8), torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="clip_row is on meta"):
+        coded_attention(query, codes, routes=routes, scaling=0.1, clip_row=torch.ones(4, device="meta"))
+    away = dataclasses.replace(codes, banks=(codes.banks[0].to("meta"),))
+    with pytest.raises(ValueError, match=r"banks\[0\] is on meta"):
+        coded_attention(query, away, routes=routes, scaling=0.1)
+    with pytest.raises(ValueError, match="routes is on meta"):
+        sink_attention(query, key, key, routes=routes.to("meta"), key_mean=torch.zeros(2, 64), scaling=0.1)
 
 
 @pytest.mark.parametrize("name", CALLS)

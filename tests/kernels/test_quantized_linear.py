@@ -175,11 +175,24 @@ def test_one_layer_of_several_that_does_not_fit() -> None:
         good._replace(weight_scale=good.weight_scale.double()),
         good._replace(weight_scale=good.weight_scale[:6]),
         good._replace(bias=torch.randn(8)),
+        good._replace(activations="native"),
+        good._replace(activations="static"),
+        good._replace(native_columns=torch.randn(7, 1), native_column_index=torch.tensor([16], dtype=torch.int32)),
+        good._replace(native_columns=torch.randn(7, 1), native_column_index=torch.tensor([-1], dtype=torch.int32)),
         good._replace(input_scale=torch.tensor([0.1], device="meta")),
     ]
     assert quantized_linears(x, None, [good, good]) is not None
     assert all(quantized_linears(x, None, [good, bad]) is None for bad in wrong)
+    assert quantized_linears(x, None, []) is None
     assert quantized_linears(x.requires_grad_(), None, [good]) is None
+
+
+def test_what_cannot_be_multiplied_is_refused() -> None:
+    layer = make(7, 16, torch.float32)
+    with pytest.raises(ValueError, match=r"an input \[2, 3, 16\] for weights \[7, 16\]; give \[M, K\] for \[N, K\]"):
+        quantized_linear(torch.randn(2, 3, 16), None, layer)
+    with pytest.raises(ValueError, match="activations 'eight' are not one of native, per_token, static"):
+        quantized_linear(torch.randn(2, 16), None, layer._replace(activations="eight"))
 
 
 def test_work_for_two_threads(isa: str, threads: int, numerics: ModuleType) -> None:

@@ -13,7 +13,7 @@ from quantsink.kernels.coded_attention import cpu
 from quantsink.kernels.coded_attention.cache import CodedKV, check
 from quantsink.kernels.coded_attention.codes import BLOCK, Record, decode, encode
 from quantsink.kernels.coded_attention.reference import reference
-from quantsink.kernels.dispatch import unwatched
+from quantsink.kernels.dispatch import check_devices, direct
 from quantsink.kernels.sink_attention import check_gradient, check_limits
 from quantsink.kernels.sink_attention.reference import Rule
 
@@ -64,10 +64,26 @@ torch.library.impl("quantsink::coded_attention", "CPU", _cpu)
 
 @torch.library.register_fake("quantsink::coded_attention")
 def _fake(
-    query: Tensor, sink_key: Tensor, sink_value: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+    query: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+    banks: list[Tensor],
+    heads: Tensor,
+    rows: Tensor,
+    routes: Tensor,
+    clip_row: Tensor | None,
+    clip_absolute: Tensor | None,
+    s_aux: Tensor | None,
+    **_: object,
 ) -> Tensor:
-    batch, heads, queries = query.shape[:3]
-    return query.new_empty((batch, queries, heads, value.shape[-1])).transpose(1, 2)
+    kept = {"sink_key": sink_key, "sink_value": sink_value, "key": key, "value": value}
+    coded = {f"banks[{n}]": bank for n, bank in enumerate(banks)}
+    bounds = {"routes": routes, "clip_row": clip_row, "clip_absolute": clip_absolute, "s_aux": s_aux}
+    check_devices("coded_attention", query, **kept, **coded, **bounds)
+    batch, query_heads, queries = query.shape[:3]
+    return query.new_empty((batch, queries, query_heads, value.shape[-1])).transpose(1, 2)
 
 
 _operator = torch.ops.quantsink.coded_attention.default
@@ -106,7 +122,7 @@ def coded_attention(
         clip_row, clip_absolute, s_aux,
     )  # fmt: skip
     softcap = softcap or 0.0
-    if unwatched() and type(query) is Tensor:
+    if direct(*tensors[:5], *codes.banks, *tensors[6:]):
         out = cpu.attend(*tensors, bits=codes.bits, scaling=scaling, softcap=softcap)
         if out is not None:
             return out

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantsink.kernels.dispatch import unwatched
+from quantsink.kernels.dispatch import check_devices, direct
 from quantsink.kernels.quantized_linear import cpu
 from quantsink.kernels.quantized_linear.reference import Layer, reference
 
@@ -36,8 +36,10 @@ def _cpu(x: Tensor, sink: Tensor | None, *tensors: object) -> Tensor:
 
 
 @torch.library.register_fake("quantsink::quantized_linear")
-def _fake(x: Tensor, sink: Tensor | None, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+def _fake(x: Tensor, sink: Tensor | None, *tensors: object) -> Tensor:
+    layer = Layer(*tensors)  # type: ignore[arg-type]
+    check_devices("quantized_linear", x, **{name: t for name, t in layer._asdict().items() if isinstance(t, Tensor)})
+    return x.new_empty((x.shape[0], layer.weight.shape[0]))
 
 
 _operator = torch.ops.quantsink.quantized_linear.default
@@ -54,11 +56,22 @@ def quantized_linear(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:
 
     Returns:
         `[M, N]` in the type of `x`. A row that holds NaN or inf comes out without a finite number.
+
+    Raises:
+        ValueError: an input of another shape or on another device than the layer's, unknown activations.
     """
+    found = quantized_linears(x, sink, (layer,))
+    if found is not None:
+        return found[0]
+    if x.dim() != 2 or layer.weight.dim() != 2:
+        raise ValueError(
+            f"quantized_linear: an input {list(x.shape)} for weights {list(layer.weight.shape)}; give [M, K] for [N, K]"
+        )
+    if layer.activations not in cpu.INPUTS:
+        raise ValueError(f"quantized_linear: activations {layer.activations!r} are not one of {', '.join(cpu.INPUTS)}")
     if torch.is_grad_enabled() and x.requires_grad:
         return reference(x, sink, layer)
-    found = quantized_linears(x, sink, (layer,))
-    result: Tensor = _operator(x, sink, *layer) if found is None else found[0]
+    result: Tensor = _operator(x, sink, *layer)
     return result
 
 
@@ -66,6 +79,8 @@ def quantized_linears(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -
     """`quantized_linear` of several layers with the same kind of activations, bit for bit, in one pass over their
     input. None where that is not to be had: elsewhere than on the CPU, without the C++ kernels, and where somebody
     wants to see operators (`torch.compile`, a profiler)."""
-    if type(x) is not Tensor or not x.is_cpu or (torch.is_grad_enabled() and x.requires_grad) or not unwatched():
+    if torch.is_grad_enabled() and x.requires_grad:
+        return None
+    if not direct(x, sink, *(tensor for layer in layers for tensor in layer[:-1])):
         return None
     return cpu.multiply(x, sink, layers)

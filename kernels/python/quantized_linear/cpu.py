@@ -17,10 +17,10 @@ UNQUANTIZED_ROWS = 16
 def multiply(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -> list[Tensor] | None:
     """The outputs of layers of one kind of activations, whose input `[M, K]` is read once where they turn it into the
     same codes. None where C++ does not know the types or does not find the tensors as it expects them."""
-    built, activations = library(), layers[0].activations
-    if built is None or x.dtype not in TYPES or not x.is_cpu or not _inside(sink, len(x)):
+    built = library()
+    if built is None or not layers or x.dim() != 2 or x.dtype not in TYPES or not _inside(sink, len(x)):
         return None
-    m, k = x.shape
+    (m, k), activations = x.shape, layers[0].activations
     if activations == "native" and m > UNQUANTIZED_ROWS:
         return None
     if x.stride(1) != 1:
@@ -29,13 +29,12 @@ def multiply(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -> list[Te
         sink = sink.long().contiguous()
     outs, fields = [], []
     for layer in layers:
-        out = torch.empty(m, layer.weight.shape[0], dtype=x.dtype)
-        found = _fields(layer, k, out)
-        if found is None:
+        if not _fits(layer, k, activations):
             return None
+        out = torch.empty(m, layer.weight.shape[0], dtype=x.dtype, device="cpu")
         outs.append(out)
-        fields.append(found)
-    done = m == 0 or built.linear(
+        fields.append(_fields(layer, out))
+    fits = m == 0 or built.linear(
         x.data_ptr(),
         x.stride(0),
         TYPES[x.dtype],
@@ -47,8 +46,8 @@ def multiply(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -> list[Te
         fields,
         torch.get_num_threads(),
     )
-    if not done:
-        raise MemoryError(f"quantized_linear: no memory for {m} rows of {k} inputs")
+    if not fits:
+        return None
     for layer, out in zip(layers, outs, strict=True):
         if layer.native_rows is not None and layer.native_row_index is not None:
             index = layer.native_row_index.long()
@@ -57,34 +56,41 @@ def multiply(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -> list[Te
     return outs
 
 
-def _fields(layer: Layer, k: int, out: Tensor) -> list[int] | None:
-    """The layer's numbers in the order of bind_linear.cpp."""
-    weight, scale, bias, _, _, columns, index, input_scale, sink_scale, _ = layer
-    n, count = weight.shape[0], 0
-    if weight.dtype != torch.int8 or weight.shape[1] != k or not weight.is_contiguous() or not weight.is_cpu:
-        return None
+def _fits(layer: Layer, k: int, activations: str) -> bool:
+    """Whether C++ finds the layer's tensors as it expects them; the columns' indices it looks at itself."""
+    weight, scale, bias, _, _, columns, index, input_scale, sink_scale, kind = layer
+    if kind != activations or kind not in INPUTS or (kind == "static") != (input_scale is not None):
+        return False
+    if weight.dtype != torch.int8 or weight.dim() != 2 or weight.shape[1] != k or not weight.is_contiguous():
+        return False
+    n = weight.shape[0]
     if not _dense(scale, torch.float32, (n,)) or (columns is None) != (index is None):
-        return None
+        return False
     if not all(x is None or _dense(x, torch.float32, (1,)) for x in (input_scale, sink_scale)):
-        return None
+        return False
     native = bias if columns is None else columns
+    if native is None:
+        return True
     if columns is not None and index is not None:
         count = len(index)
         if not _dense(index, torch.int32, (count,)) or not _dense(columns, columns.dtype, (n, count)):
-            return None
-    if native is not None and native.dtype not in TYPES:
-        return None
-    if bias is not None and native is not None and not _dense(bias, native.dtype, (n,)):
-        return None
+            return False
+    return native.dtype in TYPES and (bias is None or _dense(bias, native.dtype, (n,)))
+
+
+def _fields(layer: Layer, out: Tensor) -> list[int]:
+    """The layer's numbers in the order of bind_linear.cpp."""
+    weight, scale, bias, _, _, columns, index, input_scale, sink_scale, _ = layer
+    native = bias if columns is None else columns
     return [
-        n,
+        weight.shape[0],
         weight.data_ptr(),
         scale.data_ptr(),
         0 if native is None else TYPES[native.dtype],
         0 if bias is None else bias.data_ptr(),
         0 if columns is None else columns.data_ptr(),
         0 if index is None else index.data_ptr(),
-        count,
+        0 if index is None else len(index),
         0 if input_scale is None else input_scale.data_ptr(),
         0 if sink_scale is None else sink_scale.data_ptr(),
         out.data_ptr(),
@@ -92,7 +98,7 @@ def _fields(layer: Layer, k: int, out: Tensor) -> list[int] | None:
 
 
 def _dense(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    return x.dtype == dtype and x.shape == shape and x.is_contiguous() and x.is_cpu
+    return x.dtype == dtype and x.shape == shape and x.is_contiguous()
 
 
 def _inside(sink: Tensor | None, rows: int) -> bool:

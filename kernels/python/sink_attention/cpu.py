@@ -106,7 +106,7 @@ def typed(x: Tensor, dtype: torch.dtype) -> Tensor:
 def empty(batch: int, heads: int, queries: int, dim: int, dtype: torch.dtype) -> Tensor:
     """`[B, H, Lq, D]`, the heads of a query side by side in memory."""
     row = heads * dim
-    return torch.empty_strided((batch, heads, queries, dim), (queries * row, dim, row, 1), dtype=dtype)
+    return torch.empty_strided((batch, heads, queries, dim), (queries * row, dim, row, 1), dtype=dtype, device="cpu")
 
 
 def address(x: Tensor | None) -> int:
