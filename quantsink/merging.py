@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantsink.kernels import quantized_linear, quantized_linears
+from quantsink.kernels.dispatch import unwatched
 
 MISSES = 3
 """So often a layer's followers may not ask for what was computed for them; then it computes only its own."""
@@ -78,8 +79,9 @@ class Merging:
         found = quantized_linears(rows, sink, [one.tensors() for one in (layer, *followers)]) if followers else None
         if found is None:
             found, followers = [quantized_linear(rows, sink, layer.tensors())], ()
-        copy = None if peers.known else x.detach().clone()
-        peers.known = True
+        # Tensors without numbers, as a tracer's, cannot be compared.
+        copy = None if peers.known or not unwatched() else x.detach().clone()
+        peers.known |= copy is not None
         self.held = Held(weakref.ref(x), _state(x), layer, dict(zip(followers, found[1:], strict=True)), copy)
         return found[0]
 

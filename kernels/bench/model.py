@@ -5,7 +5,8 @@
 `model_prefill` is a prompt of 1,024 tokens as `generate` runs it (a fresh cache, logits of the last token), and
 `model_decode` one token on top of that prompt. All models alternate in one process; medians. Before anything is timed,
 the logits on a text that calibration has not seen must lie within LIMIT of the float32 model's. `--peers` measures
-beside: the same recipe with the output head in 8 bits, bitsandbytes' LLM.int8() and torchao's W8A8 where installed.
+beside: the same model with q, k, v and gate, up one by one instead of in one call, the same recipe with the output head
+in 8 bits, bitsandbytes' LLM.int8() and torchao's W8A8 where installed.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from quantsink.architecture import Architecture
 from quantsink.calibration.text import parse_spec, windows
 from quantsink.context import cache_argument
 from quantsink.eval.methods import METHODS, quiet_peers
+from quantsink.linear import QuantizedLinear
 from quantsink.recipe import Recipe
 from quantsink.source import find, quiet_loading
 
@@ -84,6 +86,7 @@ def measure(
     if peers:
         with_head = dataclasses.replace(Recipe.load(recipe), output_head="int8")
         models["int8_head"] = quantsink.quantize(copy.deepcopy(models["torch"]), calibration, with_head)
+        models["one_by_one"] = one_by_one(copy.deepcopy(models["ours"]))
     for name, build in (PEERS if peers else {}).items():
         with quiet_peers():
             try:
@@ -148,6 +151,14 @@ def divergence(model: Any, prompts: list[Tensor], truths: list[Tensor]) -> float
         for prompt, truth in zip(prompts, truths, strict=True)
     ]
     return float(torch.stack(kl).mean())
+
+
+def one_by_one(model: Any) -> Any:
+    """No layer finds others that read its input."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.peers.known = True
+    return model
 
 
 def _torchao(model: Any) -> Any:

@@ -11,6 +11,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache
 
 import quantsink
@@ -84,6 +86,10 @@ def passes(model, times):
         x = torch.randn(1, 6, 24)
         assert same(model(x), model.apart(x))
         model.context.merging.finish()
+
+
+def operators(graph):
+    return sum(node.target is torch.ops.quantsink.quantized_linear.default for node in graph.nodes)
 
 
 def same(found, expected):
@@ -315,6 +321,28 @@ def test_a_compiled_model_and_a_watched_one_merge_nothing(calls):
 
 
 @needs_kernels
+@pytest.mark.parametrize("learned", [False, True])
+def test_tracers_see_layers_one_by_one(learned):
+    model = Attention()
+    if learned:
+        passes(model, 2)
+    x = torch.randn(1, 6, 24)
+    traced = make_fx(model)(x)
+    assert operators(traced.graph) == 3
+    exported = torch.export.export(model, (x,), strict=False)
+    assert operators(exported.graph) == 3
+    other = torch.randn(1, 6, 24)
+    with torch.no_grad():
+        assert same(traced(other), model.apart(other))
+        assert same(exported.module()(other), model.apart(other))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert [y.shape[-1] for y in model(mode.from_tensor(x))] == [50, 48, 9]
+    model.context.merging.clear()
+    passes(model, 3)
+    assert len(model.q.peers.followers) == 2
+
+
+@needs_kernels
 def test_threads_that_share_a_model_get_their_own_results():
     model = Attention(PLANS["other columns"])
     inputs = [torch.randn(1, 6, 24) for _ in range(4)]
@@ -342,6 +370,19 @@ def test_gradients_of_weights_only_layers_are_right():
     sum(y.sum() for y in model(x)).backward()
     wanted = sum((m.weight.float() * m.weight_scale[:, None]).sum(0) for m in (model.q, model.k, model.v))
     torch.testing.assert_close(x.grad, wanted.expand(1, 6, 24), rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
+def test_a_whole_model_compiles(tiny_llama, tokenizer):
+    model = tiny_llama()
+    calibration = quantsink.calibrate(model, tokenizer, "builtin:prose", seq_len=64, max_tokens=512)
+    model = quantsink.quantize(model, calibration, "w8a8")
+    with torch.no_grad():
+        expected = model(IDS).logits
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(IDS).logits, expected)
+            assert torch.equal(model(IDS).logits, expected)
 
 
 @needs_kernels
