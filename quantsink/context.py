@@ -23,7 +23,7 @@ class TokenContext:
     """Set by a hook on the decoder before each forward pass; read by every quantized layer of that model.
 
     `first` is `[B]`, the column of each row's first real token in the whole sequence (None: 0 everywhere), `past` the
-    number of tokens before this pass, `shape` its `(B, L)`.
+    number of tokens before this pass, `shape` its `(B, L)`. `running` from the beginning of a pass to its end.
     """
 
     def __init__(self, sink_size: int) -> None:
@@ -34,6 +34,7 @@ class TokenContext:
         self.device = torch.device("cpu")
         self.rows: Tensor | None = None
         self.pictures = False
+        self.running = False
         self.merging = Merging()
 
     def attach(self, decoder: nn.Module) -> None:
@@ -52,6 +53,7 @@ class TokenContext:
             if not isinstance(pixels, Tensor):
                 raise QuantSinkError("quantsink: the decoder was called without input_ids or inputs_embeds")
             self._after()
+            self.running = True
             self.pictures, self.device = True, pixels.device  # how many tokens they make, the first layer sees
             return
         cache = next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
@@ -68,13 +70,14 @@ class TokenContext:
 
     def _after(self, *_: object) -> None:
         self.shape = self.rows = self.first = None
-        self.pictures = False
+        self.pictures = self.running = False
         self.merging.clear()
 
     def set(self, shape: tuple[int, int], past: int, mask: Tensor | None, device: torch.device) -> None:
         """Work out the sink rows of one pass. `mask` is `[B, past + L]` (1 = real token) or `[B, 1, L, past + L]`."""
         batch, length = shape
         self.shape, self.past, self.first, self.device = shape, past, None, device
+        self.running = True
         if mask is not None and mask.dim() == 4:
             mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
         if mask is not None and not bool(mask[:, 0].all()):

@@ -128,7 +128,7 @@ class QuantizedLinear(nn.Module):
     def _merges(self, x: Tensor) -> bool:
         """Whether other layers may be computed with this one. Not outside the model's forward pass, after which nothing
         is kept."""
-        if torch.compiler.is_compiling() or self.context.shape is None or not x.is_cpu or self._forward_pre_hooks:
+        if torch.compiler.is_compiling() or not self.context.running or not x.is_cpu or self._forward_pre_hooks:
             return False
         return not (torch.is_grad_enabled() and x.requires_grad)
 

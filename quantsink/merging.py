@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantsink.kernels import quantized_linear, quantized_linears
-from quantsink.kernels.dispatch import unwatched
+from quantsink.kernels.dispatch import direct
 
 MISSES = 3
 """So often a layer's followers may not ask for what was computed for them; then it computes only its own."""
@@ -75,12 +75,13 @@ class Merging:
             return quantized_linear(rows, sink, layer.tensors())
         self.finish()
         peers: Peers = layer.peers
-        followers = peers.followers
+        # What a hook on one does to the input, the others see only if they are called after it.
+        followers = () if any(one._forward_pre_hooks for one in peers.followers) else peers.followers
         found = quantized_linears(rows, sink, [one.tensors() for one in (layer, *followers)]) if followers else None
         if found is None:
             found, followers = [quantized_linear(rows, sink, layer.tensors())], ()
         # Tensors without numbers, as a tracer's, cannot be compared.
-        copy = None if peers.known or not unwatched() else x.detach().clone()
+        copy = None if peers.known or not direct(x) else x.detach().clone()
         peers.known |= copy is not None
         self.held = Held(weakref.ref(x), _state(x), layer, dict(zip(followers, found[1:], strict=True)), copy)
         return found[0]
@@ -88,7 +89,8 @@ class Merging:
 
 def _state(x: Tensor) -> tuple[int, bool]:
     """Differs once `x` was changed in place, or where what is computed now has another kind of history. PyTorch does
-    not count changes of tensors made in inference mode."""
+    not count changes of tensors made in inference mode: code that makes them between two layers shows in the first
+    pass (`_follow`), and what does so only later is not noticed."""
     return 0 if x.is_inference() else x._version, torch.is_inference_mode_enabled()
 
 
@@ -101,10 +103,15 @@ def _follow(held: Held, layer: Any, x: Tensor) -> None:
     leader, peers = held.leader, held.leader.peers
     if layer is leader or layer in peers.followers or held.copy is None or leader.kind != layer.kind:
         return
-    if torch.equal(held.copy, x):
+    if torch.equal(_bits(held.copy), _bits(x)):
         peers.followers = (*peers.followers, layer)
     else:
         _miss(peers, MISSES)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """In which NaN equals itself."""
+    return x.detach().contiguous().view(torch.uint8)
 
 
 def _miss(peers: Peers, times: int = 1) -> None:

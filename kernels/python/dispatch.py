@@ -24,7 +24,7 @@ def direct(x: Tensor, *others: Tensor | None) -> bool:
 
 def unwatched() -> bool:
     """Whether nothing wants to see operators: no torch.compile or tracer, no mode (a default device is one), no
-    functorch transform, no profiler. Whatever this PyTorch may have beside them counts as watching."""
+    functorch transform, no profiler. Any other key that is set for this thread counts as watching."""
     if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack():
         return False
     keys: int = torch._C._dispatch_tls_local_include_set().raw_repr()

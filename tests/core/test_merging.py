@@ -88,6 +88,10 @@ def passes(model, times):
         model.context.merging.finish()
 
 
+def double(_, args):
+    args[0].mul_(2)
+
+
 def operators(graph):
     return sum(node.target is torch.ops.quantsink.quantized_linear.default for node in graph.nodes)
 
@@ -202,36 +206,84 @@ def test_who_does_not_come_for_an_output_is_no_longer_waited_for(calls):
 
 
 @needs_kernels
-def test_a_layer_exchanged_or_hooked_is_asked_itself():
+def test_a_hook_on_one_layer_is_heeded_by_all():
+    """It may change the input in place, which nothing counts in inference mode."""
     model = Attention()
-    x = torch.randn(1, 6, 24)
     with torch.inference_mode():
+        passes(model, 2)
+        handle = model.k.register_forward_pre_hook(double)
         for _ in range(2):
-            model(x)
-            model.context.merging.clear()
-        handle = model.k.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        assert same(model(x), [model.apart(x)[0], model.apart(2 * x)[1], model.apart(x)[2]])
+            x = torch.randn(1, 6, 24)
+            assert same(model(x.clone()), [model.apart(x)[0], *model.apart(2 * x)[1:]])
+            model.context.merging.finish()
         handle.remove()
-        other = Attention()
-        other.context.set((1, 6), 0, None, torch.device("cpu"))
-        model.k = nn.Linear(24, 48)
-        for _ in range(2):
-            assert torch.equal(model(x)[1], model.k(x))
+        assert model.q.peers.misses == 0
+        assert model.q.peers.followers == (model.k, model.v)
+        passes(model, 2)
 
 
 @needs_kernels
-def test_layers_of_different_modules_stay_apart(calls):
-    """A buffer that is used again for the next layer's input has no version in inference mode."""
+def test_a_layer_exchanged_is_computed_no_more(calls):
     model = Attention()
-    model.k.name = "elsewhere.k"
     with torch.inference_mode():
-        x = torch.randn(1, 6, 24)
+        passes(model, 2)
+        calls.clear()
+        gone, model.k = model.k, nn.Linear(24, 48)
         for _ in range(3):
-            q = model.q(x)
-            x.copy_(torch.randn(1, 6, 24))
-            assert same([model.k(x)], model.apart(x)[1:2])
-            assert q.shape == (1, 6, 50)
-    assert set(calls) == {1}
+            x = torch.randn(1, 6, 24)
+            q, _, v = model(x)
+            sink = model.context.sink_rows(x.shape, "")
+            expected = [quantized_linear(x[0], sink, layer.tensors())[None] for layer in (model.q, model.v)]
+            assert same([q, v], expected)
+            model.context.merging.finish()
+    assert calls == [3, 1, 1, 2]
+    assert gone not in model.q.peers.followers
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", [{"name": "elsewhere.k"}, {"activations": "native"}, {"sink_rows": "plain"}])
+def test_layers_of_different_kinds_stay_apart(change, calls):
+    model = Attention([LinearPlan("per_token", "native")] * 3)
+    vars(model.k).update(change)
+    with torch.inference_mode():
+        for _ in range(3):
+            x = torch.randn(1, 6, 24)
+            model(x)
+            model.context.merging.finish()
+    assert calls == [1, 1, 1, 2, 1, 2, 1]
+    assert model.q.peers.followers == (model.v,)
+
+
+@needs_kernels
+def test_nan_in_the_first_pass_does_not_keep_layers_apart(calls):
+    model = Attention()
+    with torch.inference_mode():
+        model(torch.full((1, 6, 24), torch.nan))
+        model.context.merging.finish()
+        passes(model, 1)
+    assert calls == [1, 1, 1, 3]
+
+
+@needs_kernels
+def test_fake_tensors_outside_their_mode():
+    model = Attention(PLANS["weights only"])
+    x = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.randn(1, 6, 24))
+    with torch.no_grad():
+        assert [y.shape[-1] for y in model(x)] == [50, 48, 9]
+
+
+@needs_kernels
+def test_encoders_of_pictures_merge_in_their_first_block_too(calls):
+    model = Attention(PLANS["weights only"])
+    decoder = nn.Module()
+    decoder.forward = lambda pixel_values: model(pixel_values)
+    model.context._after()
+    model.context.attach(decoder)
+    with torch.no_grad():
+        for _ in range(2):
+            x = torch.randn(1, 6, 24)
+            assert same(decoder(pixel_values=x), model.apart(x))
+    assert calls == [1, 1, 1, 3]
 
 
 @needs_kernels
@@ -285,7 +337,9 @@ def test_nothing_outlives_a_pass(tiny_llama, tokenizer):
             model(IDS)
         handle.remove()
         model(IDS)
-    assert model.model.layers[1].self_attn.q_proj.peers.followers == expected != ()
+    peers = model.model.layers[1].self_attn.q_proj.peers
+    assert peers.followers == expected != ()
+    assert peers.misses == 0
 
 
 @needs_kernels

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +25,14 @@ class Seen(TorchDispatchMode):
 
 
 class Marked(Tensor):
-    """A subclass with nothing of its own."""
+    """A subclass that looks at what is done with it."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def attention() -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -122,6 +129,10 @@ def test_tensors_on_another_device_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_subclass_gives_the_same(name: str) -> None:
+def test_a_subclass_sees_the_operator(name: str) -> None:
     call, given = CALLS[name]()
-    torch.testing.assert_close(torch.Tensor(call(given.as_subclass(Marked))), call(given), rtol=0, atol=0)
+    expected = call(given)
+    Marked.seen.clear()
+    found = call(given.as_subclass(Marked))
+    assert name.split(".")[1] in " ".join(Marked.seen)
+    torch.testing.assert_close(found.as_subclass(Tensor), expected, rtol=0, atol=0)
