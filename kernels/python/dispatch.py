@@ -2,10 +2,12 @@
 PyTorch's dispatcher then takes as long as a small layer does."""
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
 
 _ORDINARY: int = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -31,8 +33,15 @@ def unwatched() -> bool:
     return not keys & ~_ORDINARY
 
 
-def check_devices(operator: str, x: Tensor, **others: Tensor | None) -> None:
-    """Refuse tensors that lie elsewhere than `x`: offloaded weights would become results of uninitialised memory."""
-    for name, other in others.items():
-        if other is not None and other.device != x.device:
-            raise ValueError(f"{operator}: {name} is on {other.device}, its input on {x.device}; move it there")
+def check_devices(operator: OpOverload, given: Sequence[object], anywhere: tuple[str, ...] = ()) -> None:
+    """Refuse tensors that lie elsewhere than the first: offloaded weights would become results of uninitialised memory.
+
+    `given`: the arguments in the order of the operator's schema; `anywhere`: the names of those that may lie elsewhere.
+    """
+    first, name = given[0], operator._schema.name.split("::")[1]
+    assert isinstance(first, Tensor)
+    for argument, value in zip(operator._schema.arguments, given, strict=False):
+        for n, one in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(one, Tensor) and one.device != first.device and argument.name not in anywhere:
+                what = f"{argument.name}[{n}]" if isinstance(value, list) else argument.name
+                raise ValueError(f"{name}: {what} is on {one.device}, its input on {first.device}; move it there")

@@ -62,31 +62,16 @@ torch.library.impl("quantsink::coded_attention", "CompositeExplicitAutograd", _r
 torch.library.impl("quantsink::coded_attention", "CPU", _cpu)
 
 
+_operator = torch.ops.quantsink.coded_attention.default
+
+
 @torch.library.register_fake("quantsink::coded_attention")
 def _fake(
-    query: Tensor,
-    sink_key: Tensor,
-    sink_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    banks: list[Tensor],
-    heads: Tensor,
-    rows: Tensor,
-    routes: Tensor,
-    clip_row: Tensor | None,
-    clip_absolute: Tensor | None,
-    s_aux: Tensor | None,
-    **_: object,
+    query: Tensor, sink_key: Tensor, sink_value: Tensor, key: Tensor, value: Tensor, *rest: object, **_: object
 ) -> Tensor:
-    kept = {"sink_key": sink_key, "sink_value": sink_value, "key": key, "value": value}
-    coded = {f"banks[{n}]": bank for n, bank in enumerate(banks)}
-    bounds = {"routes": routes, "clip_row": clip_row, "clip_absolute": clip_absolute, "s_aux": s_aux}
-    check_devices("coded_attention", query, **kept, **coded, **bounds)
-    batch, query_heads, queries = query.shape[:3]
-    return query.new_empty((batch, queries, query_heads, value.shape[-1])).transpose(1, 2)
-
-
-_operator = torch.ops.quantsink.coded_attention.default
+    check_devices(_operator, (query, sink_key, sink_value, key, value, *rest), anywhere=("heads", "rows"))
+    batch, heads, queries = query.shape[:3]
+    return query.new_empty((batch, queries, heads, value.shape[-1])).transpose(1, 2)
 
 
 def coded_attention(

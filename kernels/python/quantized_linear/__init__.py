@@ -35,14 +35,13 @@ def _cpu(x: Tensor, sink: Tensor | None, *tensors: object) -> Tensor:
     return reference(x, sink, layer) if found is None else found[0]
 
 
-@torch.library.register_fake("quantsink::quantized_linear")
-def _fake(x: Tensor, sink: Tensor | None, *tensors: object) -> Tensor:
-    layer = Layer(*tensors)  # type: ignore[arg-type]
-    check_devices("quantized_linear", x, **{name: t for name, t in layer._asdict().items() if isinstance(t, Tensor)})
-    return x.new_empty((x.shape[0], layer.weight.shape[0]))
-
-
 _operator = torch.ops.quantsink.quantized_linear.default
+
+
+@torch.library.register_fake("quantsink::quantized_linear")
+def _fake(x: Tensor, sink: Tensor | None, weight: Tensor, *rest: object) -> Tensor:
+    check_devices(_operator, (x, sink, weight, *rest))
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 def quantized_linear(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:

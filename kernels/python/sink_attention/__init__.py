@@ -71,22 +71,8 @@ def _cpu(
 
 
 @torch.library.register_fake("quantsink::sink_attention")
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    routes: Tensor,
-    key_mean: Tensor,
-    sink_start: Tensor | None,
-    clip_row: Tensor | None,
-    clip_absolute: Tensor | None,
-    s_aux: Tensor | None,
-    **_: object,
-) -> Tensor:
-    tables = {"routes": routes, "key_mean": key_mean, "sink_start": sink_start, "mask": mask, "s_aux": s_aux}
-    bounds = {"clip_row": clip_row, "clip_absolute": clip_absolute}
-    check_devices("sink_attention", query, key=key, value=value, **tables, **bounds)
+def _fake(query: Tensor, key: Tensor, value: Tensor, *tables: Tensor | None, **_: object) -> Tensor:
+    check_devices(torch.ops.quantsink.sink_attention.default, (query, key, value, *tables))
     batch, heads, queries = query.shape[:3]
     return query.new_empty((batch, queries, heads, value.shape[-1])).transpose(1, 2)
 
