@@ -15,10 +15,10 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from quantsink.architecture import AttentionLayer
 from quantsink.calibration.calibration import Calibration, KVHead
 from quantsink.errors import ArchitectureError, CalibrationError, RecipeError
 from quantsink.kernels.coded_attention.codes import BLOCK, WIDTHS, Record
+from quantsink.models.head_layout import AttentionLayer
 from quantsink.plan import CacheLayerPlan, CachePlan
 from quantsink.recipe import KVCache
 

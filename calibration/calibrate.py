@@ -12,8 +12,6 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from quantsink.apply import check_unquantized
-from quantsink.architecture import Architecture
 from quantsink.calibration.calibration import (
     FACTS,
     PARTIAL,
@@ -30,7 +28,11 @@ from quantsink.calibration.statistics import Fields
 from quantsink.calibration.text import Windows, parse_spec, sample_self, tensors, windows
 from quantsink.errors import CalibrationError, DataError, UsageError
 from quantsink.files import write_bytes
-from quantsink.source import check_length, check_vocabulary, input_device, model_fingerprint, tokenizer_fingerprint
+from quantsink.hf.convert import check_unquantized
+from quantsink.models.architecture import Architecture
+from quantsink.models.fingerprint import model_fingerprint, tokenizer_fingerprint
+from quantsink.models.inputs import input_device
+from quantsink.models.source import check_length, check_vocabulary
 
 DEFAULT_DATA = ("builtin:prose", "builtin:code")
 SAVE_EVERY = 10.0

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save
 
 from quantsink import strict_json
-from quantsink.architecture import Architecture, AttentionLayer
 from quantsink.calibration.statistics import (
     BINS,
     FAR_WINDOWS,
@@ -29,8 +28,10 @@ from quantsink.calibration.statistics import (
 from quantsink.errors import CalibrationError
 from quantsink.files import contents, disk_errors, write_bytes, write_json
 from quantsink.kernels import Route
+from quantsink.models.architecture import Architecture
+from quantsink.models.fingerprint import model_fingerprint
+from quantsink.models.head_layout import AttentionLayer
 from quantsink.plan import CachePlan
-from quantsink.source import model_fingerprint
 
 SCHEMA = 3
 TENSORS, FACTS = "calibration.safetensors", "calibration.json"

@@ -15,7 +15,6 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quantsink.architecture import Architecture, AttentionLayer, matrix, sizes
 from quantsink.calibration.statistics import (
     CodedPart,
     Fields,
@@ -31,8 +30,10 @@ from quantsink.calibration.statistics import (
     measure_window,
 )
 from quantsink.errors import ArchitectureError, ModelError
-from quantsink.intercept import Attend, intercepting
 from quantsink.kernels import Route, sink_attention
+from quantsink.models.architecture import Architecture, matrix, sizes
+from quantsink.models.head_layout import AttentionLayer
+from quantsink.models.observe import Attend, intercepting
 
 FIRST_ROW = 16
 """Queries nearer than this to the first token do not count (docs/design.md)."""

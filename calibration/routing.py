@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantsink.architecture import AttentionLayer
 from quantsink.calibration.cache_plan import cache_options, cache_plan
 from quantsink.calibration.calibration import Calibration, Head
 from quantsink.calibration.statistics import BIN_WIDTH, Fields
 from quantsink.errors import CalibrationError, RecipeError
 from quantsink.kernels import Route
 from quantsink.kernels.int8_linear import QMAX
+from quantsink.models.head_layout import AttentionLayer
 from quantsink.plan import AttentionPlan, LinearPlan, Plan
 from quantsink.recipe import Activations, Clip, Recipe, excluded, matches
 

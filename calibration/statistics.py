@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantsink.architecture import AttentionLayer
 from quantsink.kernels.coded_attention.codes import BLOCK, WIDTHS, coded_keys, coded_values
+from quantsink.models.head_layout import AttentionLayer
 
 BIN_WIDTH = 0.5
 BINS = 81

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 
-from quantsink.context import cache_argument
 from quantsink.errors import DataError, UsageError
-from quantsink.source import input_device
+from quantsink.models.inputs import cache_argument, input_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

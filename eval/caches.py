@@ -67,7 +67,7 @@ def _streaming(bits: int, seed: int | None) -> Callable[[Any, Calibration | None
     """`stream="auto"`; with a seed the heads that stream are dealt anew, which is the control."""
 
     def prepare(model: Any, calibration: Calibration | None) -> MakeCache:
-        from quantsink.cache import SinkCache
+        from quantsink.hf.sink_cache import SinkCache
 
         if calibration is None:
             raise UsageError("this cache needs a calibration of the model; give --calibration")
@@ -93,7 +93,7 @@ def _streaming(bits: int, seed: int | None) -> Callable[[Any, Calibration | None
 
 def _sink_cache(bits: int, options: dict[str, Any]) -> Callable[[Any, Calibration | None], MakeCache]:
     def prepare(model: Any, calibration: Calibration | None) -> MakeCache:
-        from quantsink.cache import SinkCache
+        from quantsink.hf.sink_cache import SinkCache
 
         if calibration is None:
             raise UsageError("this cache needs a calibration of the model; give --calibration")

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantsink.context import cache_argument
 from quantsink.errors import OutputError, QuantSinkError
 from quantsink.eval.perplexity import EvalWindow
+from quantsink.models.inputs import cache_argument
 
 CHUNK_ELEMENTS = 1 << 24
 """Log-probabilities held at once: 64 MiB in float32."""

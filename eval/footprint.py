@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from quantsink.architecture import Architecture
-from quantsink.attention import AttentionTable
 from quantsink.errors import CheckpointError
 from quantsink.eval.rows import Footprint
 from quantsink.kernels import Route
+from quantsink.layers.tables import AttentionTable
+from quantsink.models.architecture import Architecture
 
 
 def footprint(model: nn.Module, architecture: Architecture, parameters: int, payload: int | None = None) -> Footprint:

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantsink.apply import check_unquantized
-from quantsink.architecture import Architecture
-from quantsink.cache import SinkCache
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
@@ -29,7 +26,11 @@ from quantsink.eval.perplexity import EvalText
 from quantsink.eval.report import Report
 from quantsink.eval.rolling import Stream, check_rolling, measure_rolling, plan_rolling
 from quantsink.eval.rows import CalibrationFacts, Conditions, Row, Versions
-from quantsink.source import check_length, check_vocabulary, model_fingerprint
+from quantsink.hf.convert import check_unquantized
+from quantsink.hf.sink_cache import SinkCache
+from quantsink.models.architecture import Architecture
+from quantsink.models.fingerprint import model_fingerprint
+from quantsink.models.source import check_length, check_vocabulary
 
 LoadCheckpoint = Callable[[Path], Any]
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantsink.apply import apply
-from quantsink.apply import replace as replace_module
-from quantsink.architecture import Architecture
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
 from quantsink.errors import QuantSinkError, UsageError
 from quantsink.eval.divergence import MakeCache
+from quantsink.hf.convert import apply
+from quantsink.hf.convert import replace as replace_module
+from quantsink.models.architecture import Architecture
 from quantsink.recipe import PRESETS, Activations, Attention, Clip, Recipe
 
 OUTLIER_THRESHOLD = 6.0

@@ -17,12 +17,12 @@ from torch.nn.functional import cross_entropy
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
-from quantsink.context import cache_argument
 from quantsink.errors import QuantSinkError, UsageError
 from quantsink.eval.bootstrap import perplexity
 from quantsink.eval.divergence import CHUNK_ELEMENTS, Progress, WindowSums, evaluating
+from quantsink.models.inputs import cache_argument
+from quantsink.models.source import check_length
 from quantsink.plan import CacheLayerPlan, CachePlan
-from quantsink.source import check_length
 
 CHUNK = 256
 """Tokens fed at a time."""
@@ -122,10 +122,10 @@ def check_rolling(model: Any, stream: Stream) -> None:
     Raises:
         UsageError: more tokens than the model was made for, or too few for a chunk. ArchitectureError: as `SinkCache`.
     """
-    from quantsink.architecture import attention_layers
-    from quantsink.cache import SinkCache
-    from quantsink.cache_layer import SinkLayer
+    from quantsink.cache.layer import SinkLayer
     from quantsink.calibration.cache_plan import SINKS
+    from quantsink.hf.sink_cache import SinkCache
+    from quantsink.models.architecture import attention_layers
 
     check_length(model, stream.max_length, "--rolling-length")
     heads = {layer.name: layer.kv_heads for layer in attention_layers(model)}
@@ -145,7 +145,7 @@ def plan_rolling(model: Any, calibration: Calibration, stream: Stream) -> dict[s
     Raises:
         CalibrationError, RecipeError, ArchitectureError: as `SinkCache.from_calibration`.
     """
-    from quantsink.cache import SinkCache
+    from quantsink.hf.sink_cache import SinkCache
 
     options = {"bits": stream.bits, "max_length": stream.max_length}
     plans = {
@@ -166,7 +166,7 @@ def measure_rolling(
     Raises:
         QuantSinkError: logits that are not finite; the message names the curve and the place.
     """
-    from quantsink.cache import SinkCache
+    from quantsink.hf.sink_cache import SinkCache
 
     trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     found = []

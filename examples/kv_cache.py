@@ -6,9 +6,9 @@ import torch
 
 import quantsink
 from quantsink.calibration.text import documents, parse_spec
-from quantsink.context import cache_argument
-from quantsink.demo import model_name
-from quantsink.source import find, quiet_loading
+from quantsink.cli.demo import model_name
+from quantsink.models.inputs import cache_argument
+from quantsink.models.source import find, quiet_loading
 
 source = find(sys.argv[1] if len(sys.argv) > 1 else model_name())
 with quiet_loading():

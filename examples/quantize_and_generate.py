@@ -4,8 +4,8 @@ import sys
 import tempfile
 
 import quantsink
-from quantsink.demo import model_name
-from quantsink.source import find
+from quantsink.cli.demo import model_name
+from quantsink.models.source import find
 
 
 def main() -> None:

@@ -7,8 +7,9 @@ Importing it registers the attention, the quantizer and the operators with trans
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from quantsink import attention, integration
 from quantsink.errors import QuantSinkError
+from quantsink.hf import attention
+from quantsink.hf import quantizer as integration
 
 if TYPE_CHECKING:
     from quantsink.api import Calibration, Recipe, SinkCache, calibrate, load, quantize, save

@@ -2,6 +2,6 @@
 
 import sys
 
-from quantsink.cli import main
+from quantsink.cli.main import main
 
 sys.exit(main())

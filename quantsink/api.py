@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from quantsink.apply import apply, check_unquantized
-from quantsink.architecture import Architecture
-from quantsink.cache import SinkCache
 from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
-from quantsink.checkpoint import load, save
-from quantsink.integration import QuantSinkConfig, finish
+from quantsink.checkpoint.save_load import load, save
+from quantsink.hf.config import QuantSinkConfig
+from quantsink.hf.convert import apply, check_unquantized
+from quantsink.hf.quantizer import finish
+from quantsink.hf.sink_cache import SinkCache
+from quantsink.models.architecture import Architecture
+from quantsink.models.fingerprint import model_fingerprint
+from quantsink.models.source import check_not_offloaded
 from quantsink.recipe import Recipe
-from quantsink.source import check_not_offloaded, model_fingerprint
 
 __all__ = ["Calibration", "Recipe", "SinkCache", "calibrate", "load", "quantize", "save"]
 

@@ -162,7 +162,7 @@ def wikitext() -> tuple[Path, Path]:
 
 
 def _unpack(file: Path, folder: Path) -> Path:
-    from quantsink.source import find, quiet_loading
+    from quantsink.models.source import find, quiet_loading
 
     source = find(str(file))
     with quiet_loading():

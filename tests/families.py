@@ -1,7 +1,7 @@
 """One tiny model with random weights per family of transformers, where its heads lie, and sinks planted in it.
 
-`Layout` is a second source of truth beside `quantsink.architecture`: read off transformers' modelling code by hand,
-and never from quantsink.
+`Layout` is a second source of truth beside `quantsink.models.architecture`: read off transformers' modelling code by
+hand, and never from quantsink.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantsink.architecture import Architecture, AttentionLayer
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.calibration.text import documents, parse_spec
 from quantsink.errors import DataError, UsageError
@@ -33,7 +32,9 @@ from quantsink.eval.lab.profile_results import (
     WakingToken,
 )
 from quantsink.eval.lab.profile_weights import Passes, Text, observe, pass_key, read_decoder, read_text, spread_rows
-from quantsink.source import check_length
+from quantsink.models.architecture import Architecture
+from quantsink.models.head_layout import AttentionLayer
+from quantsink.models.source import check_length
 
 FIRST, NEWEST = 3, 10
 """Tokens at the start, and newest tokens (the query's own among them), that make the two named groups."""

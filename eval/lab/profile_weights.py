@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quantsink.architecture import Architecture, AttentionLayer
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
 from quantsink.errors import ArchitectureError, DataError, ModelError, UsageError
-from quantsink.intercept import Attend, intercepting
 from quantsink.kernels import Route, sink_attention
-from quantsink.source import check_vocabulary, input_device
+from quantsink.models.architecture import Architecture
+from quantsink.models.head_layout import AttentionLayer
+from quantsink.models.inputs import input_device
+from quantsink.models.observe import Attend, intercepting
+from quantsink.models.source import check_vocabulary
 
 ROW_BLOCK = 64
 QUERY_BLOCK = 128

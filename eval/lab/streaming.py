@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from quantsink.architecture import Architecture, AttentionLayer
 from quantsink.errors import ArchitectureError, DataError, QuantSinkError, UsageError
 from quantsink.eval.lab.profile_weights import (
     QUERY_BLOCK,
@@ -30,8 +29,11 @@ from quantsink.eval.lab.profile_weights import (
     read_decoder,
     read_text,
 )
-from quantsink.intercept import Attend, intercepting
-from quantsink.source import check_length, check_vocabulary, input_device
+from quantsink.models.architecture import Architecture
+from quantsink.models.head_layout import AttentionLayer
+from quantsink.models.inputs import input_device
+from quantsink.models.observe import Attend, intercepting
+from quantsink.models.source import check_length, check_vocabulary
 
 TOKENS, WINDOW, SINKS = 4096, 256, 4
 CONTROL = range(16, 64)

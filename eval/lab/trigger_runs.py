@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantsink.apply import apply
 from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.calibration.routing import plan
@@ -28,6 +27,7 @@ from quantsink.eval.lab.trigger import (
     strong_heads,
     trained,
 )
+from quantsink.hf.convert import apply
 
 VARIANTS = (
     AttentionSpec(Softmax()),

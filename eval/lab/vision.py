@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from quantsink.apply import apply
 from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.routing import plan
 from quantsink.errors import QuantSinkError, UsageError
@@ -25,6 +24,7 @@ from quantsink.eval.lab.model import LabConfig, PictureModel, border
 from quantsink.eval.lab.normalizers import Softmax
 from quantsink.eval.lab.quantize import Bits, in_8_bits
 from quantsink.eval.lab.trigger_runs import methods, relative
+from quantsink.hf.convert import apply
 
 SIDE = 4
 """Patches along a picture's side."""

@@ -24,10 +24,10 @@ from model import TEXT, load, text
 from torch import Tensor
 from transformers import DynamicCache
 
-from quantsink.architecture import Architecture
-from quantsink.cache import SinkCache
-from quantsink.cache_layer import SinkLayer
-from quantsink.context import cache_argument
+from quantsink.cache.layer import SinkLayer
+from quantsink.hf.sink_cache import SinkCache
+from quantsink.models.architecture import Architecture
+from quantsink.models.inputs import cache_argument
 from quantsink.plan import CacheLayerPlan, CachePlan
 
 TOKENS = 32768

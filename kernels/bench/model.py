@@ -26,13 +26,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import quantsink
-from quantsink.architecture import Architecture
 from quantsink.calibration.text import parse_spec, windows
-from quantsink.context import cache_argument
 from quantsink.eval.methods import METHODS, quiet_peers
-from quantsink.linear import QuantizedLinear
+from quantsink.layers.linear import QuantizedLinear
+from quantsink.models.architecture import Architecture
+from quantsink.models.inputs import cache_argument
+from quantsink.models.source import find, quiet_loading
 from quantsink.recipe import Recipe
-from quantsink.source import find, quiet_loading
 
 NAMES = ("model_prefill", "model_decode")
 PROMPT = 1024

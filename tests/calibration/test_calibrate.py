@@ -239,8 +239,8 @@ def test_damage_is_named(damage, said, tiny_llama, tokenizer, tmp_path):
 
 def test_memory_does_not_grow_with_the_square_of_the_length(tiny_llama, tokenizer):
     """Bytes that the statistics allocate at once, by the allocator's own count."""
-    from quantsink.architecture import Architecture
     from quantsink.calibration.collect import Collector, collecting
+    from quantsink.models.architecture import Architecture
 
     model = tiny_llama(max_position_embeddings=8192)
     peaks = {}

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from quantsink.architecture import Architecture
 from quantsink.calibration.calibration import head_means
 from quantsink.calibration.collect import Collector, collecting
 from quantsink.calibration.statistics import BIN_WIDTH, BINS, merge
 from quantsink.errors import ArchitectureError, QuantSinkError
+from quantsink.models.architecture import Architecture
 
 
 def collect(model, *batches, sink_size=1, query_rows=None, error_windows=0):

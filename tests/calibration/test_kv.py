@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from quantsink.architecture import Architecture
 from quantsink.calibration import Calibration, calibrate
 from quantsink.calibration.calibration import FACTS
 from quantsink.calibration.collect import Collector, _scores, collecting
@@ -16,6 +15,7 @@ from quantsink.calibration.statistics import FAR_WINDOWS, code_window, measure_k
 from quantsink.calibration.summary import as_dict, render
 from quantsink.errors import CalibrationError
 from quantsink.kernels.coded_attention.codes import WIDTHS, Record, decode, encode
+from quantsink.models.architecture import Architecture
 
 NAMES = ("kv_error", "kv_error_no_sink")
 

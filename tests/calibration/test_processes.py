@@ -15,7 +15,7 @@ from quantsink.calibration import Calibration, calibrate
 from quantsink.calibration.calibration import PARTIAL, is_calibration
 from quantsink.calibration.processes import Processes
 from quantsink.calibration.statistics import MAXIMA
-from quantsink.cli import main
+from quantsink.cli.main import main
 from quantsink.errors import CalibrationError, ModelError
 
 OPTIONS = ["--data", "builtin:prose", "--data", "builtin:code", "--seq-len", "160", "--max-tokens", "3840"]
@@ -26,7 +26,7 @@ TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 FAILING = """
 import importlib, os, sys
 from quantsink.calibration.collect import Collector
-from quantsink.cli import main
+from quantsink.cli.main import main
 from quantsink.errors import ModelError
 importlib.import_module("quantsink.calibration.calibrate").SAVE_EVERY = 0.0
 rank, run = int(os.environ["RANK"]), Collector.run

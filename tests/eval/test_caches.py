@@ -166,7 +166,7 @@ def test_each_width_has_its_controls_and_its_peer(
 
     monkeypatch.setattr(Calibration, "cache_plan", plan)
     fake = SimpleNamespace(SinkCache=lambda model, plan: (model, plan))
-    monkeypatch.setitem(sys.modules, "quantsink.cache", fake)
+    monkeypatch.setitem(sys.modules, "quantsink.hf.sink_cache", fake)
     methods = cache_methods((4, 2))
     assert [method.name for method in methods] == [
         *("kv4", "kv4-no-sinks", "kv4-nearest", "kv4-uniform", "kv4-random", "kv2", "kv2-no-sinks", "kv2-nearest"),

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from quantsink.architecture import Architecture
-from quantsink.attention import AttentionTable
 from quantsink.calibration.calibration import Calibration
 from quantsink.errors import CheckpointError, UsageError
 from quantsink.eval import METHODS, parse_methods
 from quantsink.eval.footprint import count_parameters, footprint, payload_bytes, payload_on_disk
 from quantsink.eval.methods import CACHES, GROUPS, WHOLE_MODEL
 from quantsink.kernels import Route
-from quantsink.linear import QuantizedLinear
+from quantsink.layers.linear import QuantizedLinear
+from quantsink.layers.tables import AttentionTable
+from quantsink.models.architecture import Architecture
 
 SINK, INT8, NATIVE = Route.SINK, Route.INT8, Route.NATIVE
 

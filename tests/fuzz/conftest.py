@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import quantsink
-from quantsink.checkpoint import load, save
+from quantsink.checkpoint.save_load import load, save
 from quantsink.errors import QuantSinkError
 from quantsink.recipe import Activations, Attention, Clip, KVCache, Recipe
 

@@ -21,12 +21,13 @@ from safetensors.torch import load_file
 
 from quantsink import strict_json
 from quantsink.calibration import Calibration, plan
-from quantsink.checkpoint import load
-from quantsink.describe import describe
+from quantsink.checkpoint.save_load import load
+from quantsink.cli.inspect import describe
 from quantsink.errors import QuantSinkError
-from quantsink.integration import QuantSinkConfig, check_tensors
+from quantsink.hf.config import QuantSinkConfig
+from quantsink.hf.validate import check_tensors
+from quantsink.models.source import shard_names
 from quantsink.recipe import Recipe
-from quantsink.source import shard_names
 
 CASES = {
     "recipe, values": 1200,

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from quantsink import strict_json
 from quantsink.calibration import Calibration
-from quantsink.checkpoint import load
-from quantsink.describe import describe
+from quantsink.checkpoint.save_load import load
+from quantsink.cli.inspect import describe
 from quantsink.errors import CalibrationError, CheckpointError, QuantSinkError, RecipeError
-from quantsink.integration import QuantSinkConfig
+from quantsink.hf.config import QuantSinkConfig
+from quantsink.models.source import shard_names
 from quantsink.recipe import Recipe
-from quantsink.source import shard_names
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

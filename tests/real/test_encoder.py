@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import quantsink
-from quantsink.architecture import Architecture
-from quantsink.source import find
+from quantsink.models.architecture import Architecture
+from quantsink.models.source import find
 
 pytestmark = pytest.mark.real
 
@@ -85,7 +85,7 @@ def test_statistics_equal_an_eager_load(minilm):
 def test_the_command_line(minilm, tmp_path):
     from typer.testing import CliRunner
 
-    from quantsink.cli import app
+    from quantsink.cli.main import app
 
     def run(*arguments):
         return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=True)

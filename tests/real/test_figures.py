@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quantsink
-from quantsink.architecture import Architecture
 from quantsink.calibration import Calibration, calibrate
 from quantsink.calibration.calibration import head_means
 from quantsink.calibration.collect import Collector, collecting
-from quantsink.checkpoint import load, save
+from quantsink.checkpoint.save_load import load, save
 from quantsink.eval import PREFILL, cache_methods, measure, parse_methods, read
+from quantsink.models.architecture import Architecture
 
 pytestmark = pytest.mark.real
 
@@ -173,7 +173,7 @@ def test_reload_in_a_fresh_process(dtype, smollm2, calibration, tmp_path):
 PEAK = """
 import sys, torch
 from transformers import AutoModelForCausalLM
-from quantsink.architecture import Architecture
+from quantsink.models.architecture import Architecture
 from quantsink.calibration.collect import Collector, collecting
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 ids = torch.randint(3, 40000, (1, int(sys.argv[2])), generator=torch.Generator().manual_seed(0))

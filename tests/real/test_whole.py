@@ -5,9 +5,9 @@ import torch
 from safetensors import safe_open
 
 import quantsink
-from quantsink.architecture import Architecture
-from quantsink.export import export
-from quantsink.source import find
+from quantsink.export.export import export
+from quantsink.models.architecture import Architecture
+from quantsink.models.source import find
 
 pytestmark = pytest.mark.real
 

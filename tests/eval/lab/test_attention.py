@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from quantsink.attention import NAME
 from quantsink.errors import UsageError
 from quantsink.eval.lab.attention import AttentionSpec, Inputs, LabAttention, Mechanism
 from quantsink.eval.lab.mechanisms import (
@@ -24,6 +23,7 @@ from quantsink.eval.lab.mechanisms import (
 from quantsink.eval.lab.mixes import HybridHeads
 from quantsink.eval.lab.normalizers import Normalizer, ReLU, Softmax, Softmax1
 from quantsink.eval.lab.windows import DistanceBias, SegmentWindow, WindowDecay
+from quantsink.hf.attention import NAME
 
 DIM, HEADS, SIZE = 12, 3, 4
 GATES = (OutputGate(), OutputGate("channel", "learned"))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from quantsink.architecture import example
 from quantsink.errors import ArchitectureError, UsageError
 from quantsink.eval.lab import experiments
 from quantsink.eval.lab.attention import AttentionSpec
 from quantsink.eval.lab.model import FeatureModel, LabConfig
+from quantsink.models.inputs import example
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from quantsink.architecture import Architecture
 from quantsink.errors import ArchitectureError, DataError, ModelError, UsageError
 from quantsink.eval.lab import profile_weights
 from quantsink.eval.lab.profile import (
@@ -51,6 +50,7 @@ from quantsink.eval.lab.profile_results import (
 from quantsink.eval.lab.profile_tables import profile_tables
 from quantsink.eval.lab.profile_weights import Text, observe, read_decoder, read_text, spread_rows
 from quantsink.eval.lab.tables import Table, markdown
+from quantsink.models.architecture import Architecture
 
 _spec = importlib.util.spec_from_file_location("quantsink_families", Path(__file__).parents[2] / "families.py")
 assert _spec is not None
@@ -473,7 +473,7 @@ def test_pictures_are_drawn(profile: Profile, tokenizer: Any) -> None:
 
 @pytest.mark.real
 def test_deep_heads_of_a_real_model_look_at_the_first_tokens(smollm2: Path) -> None:
-    from quantsink.source import find, quiet_loading
+    from quantsink.models.source import find, quiet_loading
 
     with quiet_loading():
         source = find(str(smollm2))

@@ -307,7 +307,7 @@ def test_what_cannot_be_meant_is_refused(tiny_llama: Build, tiny_gemma: Build, t
 
 @pytest.mark.real
 def test_a_real_model_falls_apart_without_its_sinks(smollm2: Path) -> None:
-    from quantsink.source import find, quiet_loading
+    from quantsink.models.source import find, quiet_loading
 
     with quiet_loading():
         source = find(str(smollm2))

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: saved whole, loaded strictly, and written tensor by tensor."""

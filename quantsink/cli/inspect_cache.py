@@ -1,0 +1,148 @@
+"""`quantsink inspect --cache`: what a model's KV cache weighs under a recipe, worked out without loading the model."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quantsink.cache.layout import LayerRule
+from quantsink.cache.size import LayerBytes, layer_bytes, total, window_bytes
+from quantsink.calibration.cache_plan import cache_options, cache_plan
+from quantsink.calibration.calibration import FACTS, Calibration
+from quantsink.checkpoint.save_load import read_config
+from quantsink.errors import CheckpointError, UsageError
+from quantsink.hf.config import QuantSinkConfig
+from quantsink.kernels.coded_attention.codes import Record
+from quantsink.models.architecture import Architecture
+from quantsink.models.head_layout import AttentionLayer
+from quantsink.plan import CachePlan
+from quantsink.recipe import Recipe
+
+ITEM = 2
+"""Bytes of an exact number: bfloat16."""
+
+
+def describe_cache(
+    path: Path, recipe: str | None, kv_bits: float | None, lengths: list[int]
+) -> tuple[dict[str, Any], RenderableType]:
+    """(JSON object, something rich can print) of the cache that a calibration and a recipe, or a checkpoint, stand for.
+
+    Raises:
+        UsageError: neither a calibration nor a checkpoint with a cache, or a length below 1.
+    """
+    if any(length < 1 for length in lengths):
+        raise UsageError(f"--length {min(lengths)}: 1 or more")
+    if (path / FACTS).is_file():
+        calibration = Calibration.load(path)
+        wanted = Recipe.load(recipe).kv_cache if recipe else Recipe().kv_cache
+        bits = kv_bits if kv_bits is not None else 4 if wanted.bits is None else wanted.bits
+        plan = cache_plan(calibration, **cache_options(dataclasses.replace(wanted, bits=bits)))
+        return _shown(calibration.model, plan, calibration.layers, lengths)
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path}: neither a calibration ({FACTS}) nor a checkpoint (config.json)")
+    if recipe or kv_bits is not None:
+        raise UsageError(f"{path}: a checkpoint brings its own cache; --recipe and --kv-bits go with a calibration")
+    try:
+        found = QuantSinkConfig(**read_config(path)).cache_plan()
+    except TypeError as error:
+        raise CheckpointError(f"{path / 'config.json'}: quantization_config is damaged: {error}") from error
+    if found is None:
+        raise UsageError(f"{path}: its recipe has no kv_cache; `quantsink export --kv-bits 4` writes one")
+    return _shown(str(path), found, _layers(path), lengths)
+
+
+def _layers(path: Path) -> tuple[AttentionLayer, ...]:
+    config = AutoConfig.from_pretrained(path)
+    del config.quantization_config
+    config._attn_implementation = None
+    with torch.device("meta"):
+        return Architecture.of(AutoModelForCausalLM.from_config(config)).attentions
+
+
+def _shown(
+    name: str, plan: CachePlan, layers: tuple[AttentionLayer, ...], lengths: list[int]
+) -> tuple[dict[str, Any], RenderableType]:
+    coded = [layer for layer in layers if layer.window is None]
+    real = [
+        Record(bits, layer.head_dim, layer.head_dim).bits_per_number
+        for layer in coded
+        for bits in plan.layers[layer.name].bits
+    ]
+    rows = []
+    for length in lengths:
+        size = total(_bytes(plan, layer, length) for layer in layers)
+        rows.append(
+            {
+                "length": length,
+                "bytes": size.all,
+                "bytes_codes": size.codes,
+                "bytes_exact": size.exact,
+                "bytes_bf16": size.full,
+                "bytes_token": size.all / length,
+                "bytes_token_bf16": size.full / length,
+                "ratio": size.all / size.full,
+            }
+        )
+    found = {
+        "kind": "cache",
+        "model": name,
+        "sinks": plan.sinks,
+        "residual": plan.residual,
+        "max_length": plan.max_length,
+        "bits_per_number": sum(real) / len(real) if real else None,
+        "sequences": rows,
+        "layers": {
+            layer.name: {"window": layer.window}
+            if layer.window is not None
+            else {"bits": list(plan.layers[layer.name].bits), "windows": list(plan.layers[layer.name].windows)}
+            for layer in layers
+        },
+    }
+    return found, _render(found)
+
+
+def _bytes(plan: CachePlan, layer: AttentionLayer, length: int) -> LayerBytes:
+    if layer.window is not None:
+        return window_bytes(layer.kv_heads, layer.head_dim, layer.window, length, ITEM)
+    own = plan.layers[layer.name]
+    rule = LayerRule(
+        layer.name, layer.index, own.bits, own.windows, layer.head_dim, plan.sinks, plan.residual, plan.max_length
+    )
+    return layer_bytes(rule, length, ITEM)
+
+
+def _render(found: dict[str, Any]) -> RenderableType:
+    rolling = "" if found["max_length"] is None else f", at most {found['max_length']:,} tokens a layer"
+    bits = "" if found["bits_per_number"] is None else f", codes of {found['bits_per_number']:.2f} real bits a number"
+    facts = f"{found['sinks']} sink tokens and the newest {found['residual']} exact in bfloat16{bits}{rolling}"
+    size = Table(title="One sequence", title_justify="left")
+    for heading in ("tokens", "bytes", "bytes a token", "bfloat16's", "ratio"):
+        size.add_column(heading, justify="right")
+    for row in found["sequences"]:
+        size.add_row(
+            f"{row['length']:,}", f"{row['bytes']:,}", f"{row['bytes_token']:,.0f}", f"{row['bytes_token_bf16']:,.0f}",
+            f"{row['ratio']:.3f}",
+        )  # fmt: skip
+    layers = Table(title="Layers", title_justify="left")
+    layers.add_column("attention")
+    layers.add_column("bits by KV head")
+    for name, layer in found["layers"].items():
+        layers.add_row(name, _policy(layer))
+    return Group(Text(facts), size, layers)
+
+
+def _policy(layer: dict[str, Any]) -> str:
+    if "bits" not in layer:
+        return f"exact, a window of {layer['window']:,}"
+    return " ".join(
+        f"{bits}" if not window else f"{bits} (newest {window:,})"
+        for bits, window in zip(layer["bits"], layer["windows"], strict=True)
+    )
+
+
+__all__ = ["describe_cache"]

@@ -1,0 +1,232 @@
+"""`quantsink export`: model + calibration + recipe -> a checkpoint folder with a model card, whole or not at all."""
+
+import contextlib
+import copy
+import dataclasses
+import os
+import re
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.routing import plan
+from quantsink.checkpoint.save_load import is_checkpoint, payload_bytes, save
+from quantsink.checkpoint.streaming import NotStreamableError, StreamedModel, stream
+from quantsink.errors import DataError, ModelError, UsageError
+from quantsink.eval.bootstrap import kl_mean, perplexity
+from quantsink.eval.divergence import log_probs, score, score_reference
+from quantsink.eval.perplexity import EvalText, read
+from quantsink.export.card import Measured, model_card
+from quantsink.files import check_free
+from quantsink.hf.config import QuantSinkConfig
+from quantsink.hf.convert import apply
+from quantsink.hf.quantizer import finish
+from quantsink.kernels import Route
+from quantsink.models.architecture import Architecture
+from quantsink.models.fingerprint import model_fingerprint
+from quantsink.models.source import Source, check_device, find
+from quantsink.plan import Plan
+from quantsink.recipe import Recipe
+
+HELDOUT = "builtin:heldout"
+HELDOUT_WINDOWS = 2
+HELDOUT_LENGTH = 512
+
+Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What came out: `quantsink export --json` prints it."""
+
+    checkpoint: str
+    recipe: str
+    payload_bytes: int
+    parameters: int
+    bits_weight: float
+    heads: dict[str, int]
+    notes: tuple[str, ...]
+    measured: Measured | None
+
+
+def export(
+    model: str,
+    calibration: str | Path,
+    out: str | Path,
+    recipe: str | Path | Recipe = "w8a8",
+    *,
+    native_heads: int | None = None,
+    kv_bits: float | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    force: bool = False,
+    measure: bool = True,
+    max_shard_size: str = "5GB",
+    name: str | None = None,
+    notes: tuple[str, ...] = (),
+    trust_remote_code: bool = False,
+    say: Say = lambda _: None,
+    progress: Progress = lambda *_: None,
+) -> Exported:
+    """Quantize MODEL and write a checkpoint to `out`; every check that can fail comes before anything is written.
+
+    Its tensors go one by one from the model's safetensors to the checkpoint, so memory is needed for one of them, not
+    for the model. The model is loaded as a whole only to be measured, where it fits into memory twice, and where
+    transformers converts its tensors on loading.
+
+    Args:
+        native_heads: overrides the recipe's; this many heads with the largest measured error stay native.
+        kv_bits: overrides the recipe's; the loaded model makes a `SinkCache` of so many bits for itself.
+        dtype: type of everything that stays native; auto is the checkpoint's own (float32 for GGUF).
+        device: what the model is measured on.
+        measure: measure KL and perplexity on a little held-out text for the model card, if there is memory for it.
+        name: what the model card calls the model; MODEL if left out.
+        notes: lines for the model card, beside those that MODEL itself calls for.
+        trust_remote_code: run the code that MODEL brings along, where transformers has none for it.
+        say: told what is being done, a line each.
+        progress: told `(what, done, total)` in MB.
+    """
+    target = Path(out)
+    for place in (Path(model), Path(calibration)):
+        if place.exists() and target.resolve() in (place.resolve(), *place.resolve().parents):
+            raise UsageError(f"-o {out}: holds {place}, which is read; choose another -o")
+    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", max_shard_size):
+        raise UsageError(f"--max-shard-size {max_shard_size}: a size like 500MB or 5GB")
+    check_free(target, is_checkpoint, force=force)
+    found = Calibration.load(calibration)
+    wanted = Recipe.load(recipe)
+    if native_heads is not None:
+        wanted = dataclasses.replace(wanted, attention=dataclasses.replace(wanted.attention, native_heads=native_heads))
+    if kv_bits is not None:
+        wanted = dataclasses.replace(wanted, kv_cache=dataclasses.replace(wanted.kv_cache, bits=kv_bits))
+    decided = plan(found, wanted)
+    source = find(model)
+    tokenizer = source.tokenizer(trust_remote_code)
+    check_device(torch.empty(0), device)
+    predicts = all(layer.causal for layer in found.layers)
+    text = read_heldout(tokenizer, found) if measure and predicts else None
+    ready: Any
+    try:
+        ready = stream(source, dtype, trust_remote_code, progress)
+    except NotStreamableError as reason:
+        say(f"{model}: {reason}; loading it whole")
+        ready = source.model(dtype, device, trust_remote_code)
+        found.check_model(model_fingerprint(ready), Architecture.of(ready), model)
+        check_generation(ready, model)
+        parameters = sum(parameter.numel() for parameter in ready.parameters())
+        _tell(say, text)
+        measured = _quantize(ready, decided, text)
+    else:
+        found.check_model(ready.fingerprint(), Architecture.of(ready.model), model)
+        check_generation(ready.model, model)
+        parameters = ready.parameters
+        measured = _measure(source, ready, decided, text, dtype, device, trust_remote_code, say)
+        ready.quantize(decided)
+    label = Path(str(recipe)).stem if not isinstance(recipe, Recipe) else "custom"
+    card = model_card(name or model, label, found, decided, parameters, measured, (*source.notes, *notes))
+    say(f"writing {target}")
+    save(ready, target, tokenizer=tokenizer, card=card, force=force, max_shard_size=max_shard_size)
+    size = payload_bytes(target)
+    heads = {route.name.lower(): decided.count(route) for route in Route} if decided.attentions else {}
+    return Exported(str(target), label, size, parameters, size * 8 / parameters, heads, decided.notes, measured)
+
+
+def check_generation(model: Any, name: str) -> None:
+    """transformers refuses to save some generation configs; find out before hours of work."""
+    if not hasattr(model, "generation_config"):
+        return
+    try:
+        copy.deepcopy(model.generation_config).validate(strict=True)
+    except ValueError as error:
+        first = " ".join(str(error).split())[:200]
+        raise ModelError(f"{name}: transformers cannot save its generation config: {first}") from error
+
+
+def read_heldout(tokenizer: Any, calibration: Calibration) -> EvalText | None:
+    """Text that this calibration did not read; None where there is none."""
+    if any(domain.spec == HELDOUT for domain in calibration.domains):
+        return None
+    try:
+        return read(
+            tokenizer,
+            HELDOUT,
+            length=HELDOUT_LENGTH,
+            max_windows=HELDOUT_WINDOWS,
+            bos=calibration.settings.bos,
+        )
+    except DataError:
+        return None
+
+
+def _tell(say: Say, text: EvalText | None) -> None:
+    say("quantizing" if text is None else f"quantizing, and measuring on {text.scored:,} held-out tokens")
+
+
+def _measure(
+    source: Source, ready: StreamedModel, decided: Plan, text: EvalText | None, dtype: str, device: str, trust: bool,
+    say: Say,
+) -> Measured | None:  # fmt: skip
+    """Measure the model in memory before its tensors are streamed, if it fits there beside its quantized self."""
+    needed, there = 2 * ready.bytes, available_memory()
+    if text is not None and there is not None and needed > there:
+        say(f"not measured: that takes {needed / 1e9:.1f} GB of memory, {there / 1e9:.1f} GB are free")
+        text = None
+    _tell(say, text)
+    return None if text is None else _quantize(source.model(dtype, device, trust), decided, text)
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still take, by the machine, its cgroup and its own limits; None where unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):
+        page = os.sysconf("SC_PAGE_SIZE")
+        if not found:
+            found += [os.sysconf("SC_PHYS_PAGES") * page]
+        size, resident, _, _, _, data, _ = (int(n) * page for n in Path("/proc/self/statm").read_text().split())
+        found += [limit - resident for limit in _cgroup_limits()]
+        for kind, used in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
+            limit = resource.getrlimit(kind)[0]
+            found += [limit - used] if limit != resource.RLIM_INFINITY else []
+    return min(found, default=None)
+
+
+def _cgroup_limits() -> list[int]:
+    """Memory limits of this process's control group and those above it, of either version."""
+    limits = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        place = root / path.lstrip("/")
+        for folder in (place, *(parent for parent in place.parents if parent.is_relative_to(root))):
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int((folder / name).read_text()))
+    return limits
+
+
+def _quantize(model: Any, decided: Plan, text: EvalText | None) -> Measured | None:
+    config = QuantSinkConfig.of(decided)
+    if text is None:
+        apply(model, decided)
+        finish(model, config)
+        return None
+    with log_probs() as store:
+        before = score_reference(model, text.windows, store)
+        apply(model, decided)
+        finish(model, config)
+        after = score(model, text.windows, store, name="quantized")
+    agreed = sum(window.top1 for window in after) / text.scored
+    return Measured(text.name, text.scored, perplexity(before), perplexity(after), kl_mean(after), agreed)

@@ -1,0 +1,198 @@
+"""transformers' attention interface on one side, `quantsink::sink_attention` on the other."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from quantsink.cache.layer import SinkLayer
+from quantsink.cache.placeholder import Standin
+from quantsink.errors import CacheError, QuantSinkError
+from quantsink.kernels import CodedKV, Route, coded_attention, sink_attention
+from quantsink.layers.tables import TABLE, AttentionTable
+
+NAME = "quantsink"
+
+
+def forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Query `[B, H, Lq, D]`, key and value `[B, KVH, Lk, D]` after rotary and cache -> `[B, Lq, H, D]`.
+
+    With a table, as it says. Without one, what PyTorch's SDPA computes. Keys of a `SinkCache` are read as codes.
+    """
+    if position_bias is not None:
+        raise QuantSinkError("quantsink attention has no position bias")
+    table = getattr(module, TABLE, None)
+    cached = key.layer if isinstance(key, Standin) else None
+    if isinstance(table, AttentionTable) or cached is not None:
+        if dropout:
+            raise QuantSinkError("quantsink attention has no dropout; call model.eval() first")
+        if torch.is_grad_enabled() and query.requires_grad:
+            raise QuantSinkError("quantsink attention has no gradient; call the model under torch.no_grad()")
+    given = attention_mask
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask == 0
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    rest: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+    if cached is None:
+        out = _plain(module, query, key, value, attention_mask, causal, dropout, **rest)
+        return out.transpose(1, 2).contiguous(), None
+    if not causal:
+        raise CacheError(f"{cached.rule.name}: a SinkCache holds causal attention only")
+    cached.begin(module, row_starts(attention_mask, cached, given))
+    if cached.first:
+        assert cached.pending is not None
+        out = _plain(module, query, *cached.pending, attention_mask, True, 0.0, **rest)
+    else:
+        out = _coded(table, query, cached.view(), **rest)
+    cached.commit()
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _plain(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Keys and values as they are. `[B, H, Lq, D]`."""
+    table = getattr(module, TABLE, None)
+    if not isinstance(table, AttentionTable):
+        if softcap is None and s_aux is None:
+            out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)
+            return out.transpose(1, 2)
+        return sink_attention(
+            query,
+            key,
+            value,
+            routes=_native(query.shape[1], query.device),
+            key_mean=torch.zeros(key.shape[1], key.shape[3], device=key.device),
+            scaling=scaling,
+            mask=mask,
+            causal=causal,
+            softcap=softcap,
+            s_aux=s_aux,
+        )
+    if mask is None:
+        # A static cache has unused slots behind the real keys, and without padding transformers gives no mask for them.
+        used = table.context.keys_in_use(key.shape[2])
+        key, value = key[:, :, :used], value[:, :, :used]
+    rule = table.rule
+    return sink_attention(
+        query,
+        key,
+        value,
+        routes=table.routes,
+        key_mean=table.key_mean,
+        scaling=scaling,
+        mask=mask,
+        causal=causal,
+        sink_size=table.context.sink_size,
+        sink_start=table.context.sink_start(key.shape[2]),
+        weight_scale=rule.weight_scale,
+        block=rule.block,
+        softcap=softcap,
+        clip_row=table.clip if rule.clip.kind == "row" else None,
+        clip_absolute=table.clip if rule.clip.kind == "absolute" else None,
+        s_aux=s_aux,
+    )
+
+
+def _coded(
+    table: Any, query: Tensor, codes: CodedKV, *, scaling: float, softcap: float | None, s_aux: Tensor | None
+) -> Tensor:
+    """Keys and values as a cache holds them; without a table exact arithmetic on what the codes stand for."""
+    clip, kind, routes = None, "none", _native(query.shape[1], query.device)
+    if isinstance(table, AttentionTable):
+        clip, kind, routes = table.clip, table.rule.clip.kind, table.routes
+    return coded_attention(
+        query,
+        codes,
+        routes=routes,
+        scaling=scaling,
+        softcap=softcap,
+        clip_row=clip if kind == "row" else None,
+        clip_absolute=clip if kind == "absolute" else None,
+        s_aux=s_aux,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _native(heads: int, device: torch.device) -> Tensor:
+    return torch.full((heads,), int(Route.NATIVE), dtype=torch.uint8, device=device)
+
+
+def row_starts(mask: Tensor | None, layer: SinkLayer, given: Tensor | None = None) -> list[int] | None:
+    """Column of each row's first real token, read from a boolean mask `[B, 1, Lq, L]`; None: no padding.
+
+    Args:
+        given: the mask as the model gave it; all layers of a pass that were given the same one read it once.
+
+    Raises:
+        CacheError: a mask that is not causal attention over rows padded on the left.
+    """
+    name, seen = layer.rule.name, layer.seen
+    columns, first = layer.mask_sizes
+    if mask is None:
+        # transformers gives none where all that a rolling cache's mask would cover is visible.
+        return [start if start <= first else 0 for start in layer.start] if first else None
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != columns:
+        raise CacheError(
+            f"{name}: a mask {list(mask.shape)} where [B, 1, L, {columns}] belongs; give the attention_mask of all "
+            "tokens so far"
+        )
+    if seen.mask is None or seen.mask is not given:
+        seen.mask, seen.starts = given, _read_starts(mask, name)
+    starts = seen.starts * len(layer.start) if len(seen.starts) == 1 else seen.starts
+    # A row that fills a rolling cache's mask began before it, as earlier passes have seen.
+    return [old if first and not new else new + first for old, new in zip(layer.start, starts, strict=True)]
+
+
+def _read_starts(mask: Tensor, name: str) -> list[int]:
+    queries, keys = mask.shape[2:]
+    last = mask[:, 0, -1]
+    starts = torch.where(last.any(1), last.to(torch.uint8).argmax(1), keys)
+    column = torch.arange(keys, device=mask.device)
+    for first in range(0, queries, 64):
+        part = mask[:, 0, first : first + 64]
+        own = torch.arange(first, first + part.shape[1], device=mask.device) + keys - queries
+        wanted = (column >= starts[:, None, None]) & (column <= own[:, None])
+        if not bool(((part == wanted) | (own < starts[:, None])[..., None]).all()):
+            raise CacheError(
+                f"{name}: a SinkCache holds causal attention over rows padded on the left only; pad with "
+                'padding_side="left", give the attention_mask of all tokens so far, and no other mask'
+            )
+    return [int(x) for x in starts]
+
+
+def register() -> None:
+    """Make `attn_implementation="quantsink"` known, with the mask function that carries padding and windows."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+
+
+__all__ = ["NAME", "forward", "register"]

@@ -1,0 +1,191 @@
+"""`quantization_config` of a checkpoint's config.json (docs/formats.md)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.quantizers.auto import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from quantsink.errors import CheckpointError, RecipeError
+from quantsink.kernels.coded_attention.codes import WIDTHS
+from quantsink.plan import CacheLayerPlan, CachePlan, Plan
+from quantsink.recipe import Recipe
+from quantsink.strict_json import shown
+
+METHOD = "quantsink"
+
+
+FORMAT_VERSION = 1
+
+
+UNIMPORTED = "quantsink checkpoint: run `import quantsink` before loading it (pip install quantsink)"
+"""Stands as `attn_implementation` in config.json. transformers does not know such an attention and stops with it, so a
+user who forgot the import reads what to do; the quantizer replaces it as soon as quantsink is imported."""
+
+
+MOST_LAYERS = 2048
+"""Where quantization_config does not name more of them."""
+
+
+@register_quantization_config(METHOD)
+class QuantSinkConfig(QuantizationConfigMixin):
+    """`quantization_config` of config.json; docs/formats.md describes each key.
+
+    Args:
+        format_version: of the checkpoint format.
+        recipe: the recipe as JSON values.
+        sink_size: sink tokens a sequence.
+        linears: `{module: [native rows, native columns]}` of every quantized linear layer.
+        attentions: `{module: [heads, KV heads, head size]}` of every attention module that holds a table.
+        kv_cache: what the model's own `SinkCache` keeps, None where it makes none: `sinks`, `residual`, `max_length`,
+            `rounding` and `layers`, `{module: {"bits": [KV heads], "windows": [KV heads]}}`.
+        experts: every module of experts with INT8 weights.
+    """
+
+    def __init__(
+        self,
+        /,
+        format_version: int,
+        recipe: dict[str, Any],
+        sink_size: int,
+        linears: dict[str, list[int]],
+        attentions: dict[str, list[int]],
+        kv_cache: dict[str, Any] | None = None,
+        experts: list[str] | None = None,
+        quant_method: str = METHOD,
+        **unknown: Any,
+    ) -> None:
+        if type(format_version) is not int or format_version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"config.json: quantsink format {shown(format_version)}, this version reads {FORMAT_VERSION}; "
+                "update quantsink"
+            )
+        if unknown:
+            raise CheckpointError(
+                f"config.json: quantization_config has an unknown key {shown(min(unknown))}; update quantsink"
+            )
+        if quant_method != METHOD:
+            raise CheckpointError(f"config.json: quant_method {shown(quant_method)} is not {METHOD!r}; export again")
+        self.quant_method = quant_method  # type: ignore[assignment]  # a closed enum there
+        self.format_version = format_version
+        self.recipe = recipe
+        self.sink_size = sink_size
+        self.linears = linears
+        self.attentions = attentions
+        self.kv_cache = kv_cache
+        self.experts = [] if experts is None else experts
+        self.parsed()
+
+    @classmethod
+    def of(cls, plan: Plan) -> "QuantSinkConfig":
+        return cls(
+            FORMAT_VERSION,
+            plan.recipe.to_dict(),
+            plan.sink_size,
+            {name: [len(p.native_rows), len(p.native_columns)] for name, p in plan.linears.items()},
+            {name: [len(p.routes), len(p.key_mean), len(p.key_mean[0])] for name, p in plan.attentions.items()},
+            None if plan.cache is None else _cache_to_dict(plan.cache),
+            list(plan.experts),
+        )
+
+    def cache_plan(self) -> CachePlan | None:
+        """What the model's own `SinkCache` keeps.
+
+        Raises:
+            CheckpointError: a value that cannot be right.
+        """
+        return None if self.kv_cache is None else _cache_from_dict(self.kv_cache)
+
+    def parsed(self) -> Recipe:
+        """The recipe; also checks the other fields.
+
+        Raises:
+            CheckpointError: a value of the wrong kind.
+        """
+        try:
+            recipe = Recipe.from_dict(self.recipe, "config.json: quantization_config.recipe")
+        except RecipeError as error:
+            raise CheckpointError(f"{error}; export again") from None
+        native = recipe.attention.kind == "native", recipe.weights == "native"
+        if (native[0] and self.attentions) or (native[1] and (self.linears or self.experts)):
+            raise CheckpointError(
+                "config.json: quantization_config.recipe contradicts its linears, attentions or experts; export again"
+            )
+        good = (
+            _counts(self.linears, 2) and _counts(self.attentions, 3) and _count(self.sink_size) and self.sink_size > 0
+        )
+        good = good and isinstance(self.experts, list) and all(map(_name, self.experts))
+        if not good:
+            raise CheckpointError(
+                "config.json: quantization_config.linears, attentions, experts or sink_size is damaged; export again"
+            )
+        kept = self.cache_plan()
+        if not _agree(recipe, self.sink_size, kept):
+            raise CheckpointError(
+                "config.json: quantization_config.recipe contradicts its kv_cache or sink_size; export again"
+            )
+        return recipe
+
+
+def _agree(recipe: Recipe, sink_size: int, kept: CachePlan | None) -> bool:
+    """What the recipe asks for by number is what was planned."""
+    wanted = recipe.kv_cache
+    if kept is None or wanted.bits is None:
+        return kept is None and wanted.bits is None and recipe.sink_size in (None, sink_size)
+    return (
+        recipe.sink_size in (None, sink_size)
+        and (kept.residual, kept.max_length, kept.rounding) == (wanted.residual, wanted.max_length, wanted.rounding)
+        and (kept.sinks >= sink_size if wanted.sink_size is None else kept.sinks == wanted.sink_size)
+    )
+
+
+def _cache_to_dict(plan: CachePlan) -> dict[str, Any]:
+    layers = {name: {"bits": list(p.bits), "windows": list(p.windows)} for name, p in plan.layers.items()}
+    return {
+        "sinks": plan.sinks,
+        "residual": plan.residual,
+        "max_length": plan.max_length,
+        "rounding": plan.rounding,
+        "layers": layers,
+    }
+
+
+def _cache_from_dict(data: Any) -> CachePlan:
+    try:
+        keys, layers = {"sinks", "residual", "max_length", "rounding", "layers"}, {}
+        if (
+            set(data) != keys
+            or data["rounding"] not in ("query", "nearest")
+            or not all(_count(data[k]) for k in ("sinks", "residual"))
+        ):
+            raise ValueError
+        if data["max_length"] is not None and not _count(data["max_length"]):
+            raise ValueError
+        for name, layer in data["layers"].items():
+            if not _name(name):
+                raise ValueError
+            bits, windows = layer["bits"], layer["windows"]
+            if set(layer) != {"bits", "windows"} or len(bits) != len(windows) or not all(map(_count, windows)):
+                raise ValueError
+            if not all(_count(width) and width in WIDTHS for width in bits):
+                raise ValueError
+            layers[name] = CacheLayerPlan(tuple(bits), tuple(windows))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CheckpointError("config.json: quantization_config.kv_cache is damaged; export again") from None
+    return CachePlan(data["sinks"], data["residual"], data["max_length"], layers, data["rounding"])
+
+
+def _counts(value: object, length: int) -> bool:
+    return isinstance(value, Mapping) and all(
+        _name(name) and isinstance(item, Sequence) and len(item) == length and all(map(_count, item))
+        for name, item in value.items()
+    )
+
+
+def _name(value: object) -> bool:
+    """A module's dotted name; nothing that would break an error's one line."""
+    return isinstance(value, str) and 0 < len(value) <= 1000 and value.isprintable()
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31

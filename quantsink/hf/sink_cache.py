@@ -1,0 +1,358 @@
+"""`SinkCache`: a KV cache for transformers that keeps its sinks exact and the rest in 8, 4, 3 or 2 bits."""
+
+import copy
+import dataclasses
+import inspect
+import logging
+import math
+import types
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
+
+from quantsink.cache.layer import SinkLayer
+from quantsink.cache.layout import LayerRule
+from quantsink.cache.placeholder import PassMask
+from quantsink.errors import ArchitectureError, CacheError, RecipeError
+from quantsink.hf.attention import NAME
+from quantsink.kernels.coded_attention.codes import Metric, Record
+from quantsink.layers.tables import CACHE_TABLE, CacheTable
+from quantsink.models.architecture import attention_layers
+from quantsink.models.inputs import CACHE_ARGUMENTS, cache_argument
+from quantsink.models.rotary import rotations
+from quantsink.plan import CachePlan
+
+log = logging.getLogger(__name__)
+
+
+class Calibrated(Protocol):
+    """What a cache needs of a `quantsink.Calibration`."""
+
+    def cache_plan(self, model: Any, **options: Any) -> CachePlan: ...
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """What one layer of a cache keeps, for people. `kind`: `codes` or `window` (sliding attention, exact)."""
+
+    name: str
+    kind: str
+    kv_heads: int
+    head_dim: int
+    bits: tuple[int, ...]
+    windows: tuple[int, ...]
+    bits_per_number: float
+
+
+class SinkCache(Cache):
+    """A transformers cache made for one model: `model.generate(..., past_key_values=cache)` (`cache=` from 5.21 on).
+
+    Layers with full attention keep sink tokens and the newest tokens exact and everything between as codes, which
+    attention reads in place. Layers with sliding attention keep their window exact, as transformers does.
+
+    Args:
+        model: a transformers causal language model, quantized by quantsink or not. Its attention implementation becomes
+            "quantsink", which computes as PyTorch's SDPA where neither a `SinkCache` nor an INT8 table is in play.
+        plan: which head keeps what; `Calibration.cache_plan` makes one.
+
+    Raises:
+        CacheError: the plan does not fit the model.
+        ArchitectureError: layers or positions that this cache does not know.
+    """
+
+    def __init__(self, model: Any, plan: CachePlan) -> None:
+        self.plan = plan
+        layers: list[Any] = []
+        policies: list[LayerPolicy] = []
+        found = rules(model, plan)
+        metrics = [None if rule is None else metric_of(module, rule, plan) for module, rule, _ in found]
+        if all(rule is None for _, rule, _ in found):
+            log.warning("SinkCache: every layer of this model has sliding attention; the cache holds no codes")
+        coded = [index for index, (_, rule, _) in enumerate(found) if rule is not None]
+        before = model.config._attn_implementation
+        use_attention(model)
+        try:
+            turn = rotations(model, coded) if plan.max_length is not None else {}
+        except BaseException:
+            model.set_attn_implementation(before)
+            raise
+        for index, ((module, rule, policy), metric) in enumerate(zip(found, metrics, strict=True)):
+            policies.append(policy)
+            if rule is None:
+                layers.append(DynamicSlidingWindowLayer(sliding_window=policy.windows[0]))
+            else:
+                layers.append(SinkLayer(rule, module, turn.get(index), metric))
+        super().__init__(layers=layers)
+        self.layers: list[Any]
+        self.policies = tuple(policies)
+        self._share(PassMask())
+
+    def _share(self, seen: PassMask) -> None:
+        """Give every layer the one memory of the pass in progress."""
+        self._seen = seen
+        coded = [layer for layer in self.layers if isinstance(layer, SinkLayer)]
+        for layer in coded:
+            layer.seen, layer.last = seen, layer is coded[-1]
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> "SinkCache":
+        new = object.__new__(type(self))
+        memory[id(self)] = new
+        shared = {"plan", "policies", "_seen"}
+        vars(new).update({k: v if k in shared else copy.deepcopy(v, memory) for k, v in vars(self).items()})
+        new._share(PassMask())
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_seen"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._share(PassMask())
+
+    @classmethod
+    def from_calibration(
+        cls,
+        model: Any,
+        calibration: Calibrated,
+        bits: int | float = 4,
+        *,
+        sink_size: int | None = None,
+        residual: int = 64,
+        widths: str = "measured",
+        rounding: str = "query",
+        stream: str | int = "off",
+        max_length: int | None = None,
+        seed: int = 0,
+    ) -> "SinkCache":
+        """A cache whose heads' widths follow a calibration of this model.
+
+        Args:
+            bits: of a code, on average over the KV heads; 2 to 8. Scales and zero points come on top (0.5 bits with
+                heads of 64).
+            sink_size: first tokens that stay exact; None: as many as the calibration counts, at least 4.
+            residual: newest tokens that stay exact.
+            widths: `measured`, `uniform`, or `random` (the control): docs/cache.md.
+            rounding: `query` rounds keys so that the scores of calibrated queries change least, `nearest` each number
+                by itself.
+            stream: `auto` lets heads that calibration saw looking only at sinks and the newest 256 tokens forget the
+                rest, a number does so with that many tokens; `off` forgets nothing.
+            max_length: a rolling cache of that many tokens.
+
+        Raises:
+            RecipeError: an option that cannot be meant. CalibrationError: calibrated on another model.
+        """
+        if not hasattr(calibration, "cache_plan"):
+            raise RecipeError(
+                f"calibration: expected a quantsink.Calibration, not {type(calibration).__name__}; "
+                "quantsink.Calibration.load(folder) gives one"
+            )
+        plan = calibration.cache_plan(
+            model, bits=bits, sink_size=sink_size, residual=residual, widths=widths, rounding=rounding,
+            stream=stream, max_length=max_length, seed=seed,
+        )  # fmt: skip
+        return cls(model, plan)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'; each layer is updated once a pass, in order.
+
+        Raises:
+            CacheError: a layer that the cache does not have, or an earlier pass that did not reach every layer.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise CacheError(f"layer {layer_idx}: the cache was made for {len(self.layers)} layers, of another model")
+        if layer_idx == 0:
+            self._check_whole()
+            self._seen.mask = None
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_whole(self) -> None:
+        """Refuse to go on where the last pass missed a layer."""
+        seen = {layer.get_seq_length() for layer in self.layers}
+        if len(seen) > 1:
+            most = max(seen)
+            late = next(i for i, layer in enumerate(self.layers) if layer.get_seq_length() < most)
+            raise CacheError(
+                f"{self.policies[late].name}: its cache was not updated in the last pass "
+                f"({self.layers[late].get_seq_length()} of {most} tokens); call cache.reset() and start again"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens from every layer, or from none.
+
+        Raises:
+            CacheError: a layer no longer holds what would be needed.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        for layer, policy in zip(self.layers, self.policies, strict=True):
+            if isinstance(layer, SinkLayer):
+                layer.check_crop(tokens_to_remove)
+            elif tokens_to_remove and layer.get_seq_length() >= layer.sliding_window and not layer.record_past:
+                raise CacheError(
+                    f"{policy.name}: its window has moved on and cannot be cropped; call activate_past_recording() "
+                    "before the passes that may be taken back"
+                )
+        super().crop(tokens_to_remove)
+
+    @property
+    def bits_per_number(self) -> float:
+        """Real bits of a number held as a code, scales and zero points included, over all layers that hold codes."""
+        found = [
+            (record_bits(layer.rule), layer.rule.kv_heads) for layer in self.layers if isinstance(layer, SinkLayer)
+        ]
+        weight = sum(heads for _, heads in found)
+        return sum(bits * heads for bits, heads in found) / weight if weight else math.nan
+
+    def nbytes(self) -> int:
+        """Bytes of every tensor that the cache holds now."""
+        return sum(x.numel() * x.element_size() for x in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for layer in self.layers:
+            if isinstance(layer, SinkLayer):
+                found += layer.tensors()
+            elif layer.is_initialized:
+                found += [x for x in (layer.keys, layer.values) if x is not None]
+        return found
+
+
+def use_attention(model: Any) -> None:
+    """Let a model compute attention through quantsink; say so where another implementation was asked for."""
+    before = model.config._attn_implementation
+    if before == NAME:
+        return
+    if before not in (None, "sdpa"):
+        log.warning(
+            "attn_implementation=%r becomes %r, for every model that shares this config: without a SinkCache it "
+            "computes as sdpa, and attention weights are not returned",
+            before,
+            NAME,
+        )
+    model.set_attn_implementation(NAME)
+
+
+def metric_of(module: nn.Module, rule: LayerRule, plan: CachePlan) -> Metric | None:
+    """What a layer rounds its keys with; None: each number by itself.
+
+    Raises:
+        CacheError: a plan without what its rounding needs, or with another shape.
+    """
+    if plan.rounding == "nearest":
+        return None
+    table = getattr(module, CACHE_TABLE, None)
+    if isinstance(table, CacheTable) and rule.name not in plan.query_gram:
+        return table.metric
+    gram = plan.query_gram.get(rule.name)
+    if gram is None or tuple(gram.shape) != (rule.kv_heads, rule.head_dim, rule.head_dim):
+        found = "no query_gram" if gram is None else f"a query_gram of {list(gram.shape)}"
+        raise CacheError(f"{rule.name}: {found} in the plan; rounding for queries needs one of the model's own shape")
+    return Metric.of(gram)
+
+
+def rules(model: Any, plan: CachePlan) -> list[tuple[nn.Module, LayerRule | None, LayerPolicy]]:
+    """What each layer of `model` keeps, None for one with a sliding window.
+
+    Raises:
+        CacheError, ArchitectureError: as `SinkCache`.
+    """
+    layers = attention_layers(model)
+    kinds, options = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    unknown = set(plan.layers) - {layer.name for layer in layers}
+    if unknown:
+        raise CacheError(f"{sorted(unknown)[0]}: in the plan but not in the model; the plan is for another model")
+    found: list[tuple[nn.Module, LayerRule | None, LayerPolicy]] = []
+    for layer, kind, option in zip(layers, kinds, options, strict=True):
+        name, index, head_dim, kv_heads = layer.name, layer.index, layer.head_dim, layer.kv_heads
+        module = model.get_submodule(name)
+        if not layer.causal or (layer.k.size, layer.value_dim) != (head_dim, head_dim):
+            why = "an encoder's attention" if not layer.causal else "latent attention, whose cache holds no keys"
+            raise ArchitectureError(f"{model.config.model_type}: {name}: SinkCache does not know {why}")
+        if kind == "sliding_attention":
+            window, bits = option["sliding_window"], 8.0 * model.dtype.itemsize
+            found.append((module, None, LayerPolicy(name, "window", kv_heads, head_dim, (), (window,), bits)))
+            continue
+        if kind != "full_attention":
+            raise ArchitectureError(f"{model.config.model_type}: {name}: SinkCache does not know {kind} layers")
+        wanted = plan.layers.get(name)
+        if wanted is None or len(wanted.bits) != kv_heads:
+            heads = "no plan" if wanted is None else f"a plan for {len(wanted.bits)} KV heads"
+            raise CacheError(f"{name}: {heads} where the model has {kv_heads}; the plan is for another model")
+        try:
+            rule = LayerRule(
+                name, index, wanted.bits, wanted.windows, head_dim, plan.sinks, plan.residual, plan.max_length
+            )
+            bits = record_bits(rule)
+        except ValueError as error:
+            raise ArchitectureError(f"{name}: {error}") from error
+        policy = LayerPolicy(name, "codes", kv_heads, head_dim, wanted.bits, wanted.windows, bits)
+        found.append((module, rule, policy))
+    return found
+
+
+def install(model: Any, plan: CachePlan) -> None:
+    """Let `model` make a `SinkCache` wherever it would have made a cache of its own: in `generate`, and in a forward
+    pass with `use_cache` and none given.
+
+    Raises:
+        CacheError, ArchitectureError: as `SinkCache`.
+    """
+    for module, rule, _ in rules(model, plan):
+        if (
+            rule is not None
+            and plan.rounding == "query"
+            and not isinstance(getattr(module, CACHE_TABLE, None), CacheTable)
+        ):
+            metric_of(module, rule, plan)
+            table = CacheTable(rule.kv_heads, rule.head_dim)
+            table.query_gram = plan.query_gram[rule.name].to(next(module.parameters(), model).device)
+            module.add_module(CACHE_TABLE, table)
+    model.kv_cache_plan = dataclasses.replace(plan, query_gram={})
+    model._prepare_cache_for_generation = types.MethodType(_prepare_for_generation, model)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+
+
+def _prepare_for_generation(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **named: Any
+) -> Any:
+    """In place of transformers' method of this name; what it cannot mean goes on to that one."""
+    name = cache_argument(model)
+    given = any(model_kwargs.get(argument) is not None for argument in CACHE_ARGUMENTS)
+    given = given or model.config._attn_implementation != NAME
+    if given or generation_config.use_cache is False or generation_config.cache_implementation is not None:
+        return type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *rest, **named)
+    model_kwargs[name] = SinkCache(model, model.kv_cache_plan)
+    if getattr(generation_config, "is_assistant", False):
+        model_kwargs[name].activate_past_recording()
+    return None
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = list(inspect.signature(model.forward).parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    wanted = given.get("use_cache")
+    wanted = getattr(model.config, "use_cache", True) if wanted is None else wanted
+    if (
+        not wanted
+        or model.config._attn_implementation != NAME
+        or any(given.get(argument) is not None for argument in CACHE_ARGUMENTS)
+    ):
+        return None
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
+        return None  # padding on the right: text to be scored, not gone on with
+    name = cache_argument(model)
+    if name in names[: len(args)]:
+        return None
+    return args, {**kwargs, name: SinkCache(model, model.kv_cache_plan)}
+
+
+def record_bits(rule: LayerRule) -> float:
+    """Mean real bits of a coded number in one layer."""
+    found = [Record(bits, rule.head_dim, rule.head_dim).bits_per_number for bits in rule.bits]
+    return sum(found) / len(found)
+
+
+__all__ = ["LayerPolicy", "SinkCache", "install", "rules"]
