@@ -7,7 +7,7 @@ CSRC := $(wildcard kernels/csrc/*.h kernels/csrc/*.cpp)
 SOURCES := quantsink calibration kernels eval tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo test test-oldest lint types format links wheel-test sanitize clean
+.PHONY: help setup kernels demo test test-all test-oldest lint types format links wheel-test sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -32,12 +32,15 @@ demo: $(STAMP) ## calibrate, quantize and report on a small real model; result i
 # Each file in one of two processes, each test on one thread: most are too small to gain from a second.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(STAMP) ## run every test; ARGS='-m "not real"' passes options to pytest
+test: $(STAMP) ## run the tests but the slow ones; ARGS='-m "not real"' passes options to pytest
+	$(BIN)/python -m pytest $(PARALLEL) --quick $(ARGS)
+
+test-all: $(STAMP) ## run every test; ARGS as above
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # The kernels and the readers of files do not know transformers: their tests need not run again.
-test-oldest: build/oldest/.installed ## the tests without real models and kernels, on the oldest transformers that pyproject.toml declares
-	build/oldest/bin/python -m pytest $(PARALLEL) -m "not real" --ignore=tests/kernels --ignore=tests/fuzz -p no:cacheprovider $(ARGS)
+test-oldest: build/oldest/.installed ## run `make test` without real models and kernels on the oldest transformers that pyproject.toml declares
+	build/oldest/bin/python -m pytest $(PARALLEL) --quick -m "not real" --ignore=tests/kernels --ignore=tests/fuzz -p no:cacheprovider $(ARGS)
 
 # Everything but transformers comes from .venv, the built kernels too.
 OLDEST := 5.20.2

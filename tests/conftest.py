@@ -27,8 +27,16 @@ DATA = Path(os.environ.get("QUANTSINK_DATA", ROOT.parent / "shared" / "data"))
 THREADS = torch.get_num_threads()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the tests marked `slow`, whatever -m selects")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The long ones first, so that no worker is left with one at the end."""
+    """`--quick` drops the slow tests. Workers start with the longest files, so that none ends on one."""
+    if config.getoption("quick"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("real") is None)
 
