@@ -1,7 +1,8 @@
 """From a model, text and a recipe to a plan: streaming statistics, sink heads, tables, routes."""
 
 from quantsink.calibration.calibrate import calibrate
-from quantsink.calibration.calibration import Calibration, Head, Settings
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.records import Head, Settings
 from quantsink.calibration.routing import plan
 from quantsink.calibration.text import Windows, documents, parse_spec, windows
 

@@ -15,7 +15,8 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from quantsink.calibration.calibration import Calibration, KVHead
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.records import KVHead
 from quantsink.errors import ArchitectureError, CalibrationError, RecipeError
 from quantsink.kernels.coded_attention.codes import BLOCK, WIDTHS, Record
 from quantsink.models.head_layout import AttentionLayer

@@ -7,7 +7,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from quantsink.calibration.calibration import PICTURES, Calibration, head_means
+from quantsink.calibration.calibration import Calibration, head_means
+from quantsink.calibration.stored import PICTURES
 from quantsink.files import write_bytes
 
 

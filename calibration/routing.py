@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quantsink.calibration.cache_plan import cache_options, cache_plan
-from quantsink.calibration.calibration import Calibration, Head
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.records import Head
 from quantsink.calibration.statistics import BIN_WIDTH, Fields
 from quantsink.errors import CalibrationError, RecipeError
 from quantsink.kernels import Route

@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from quantsink.calibration.calibration import LEVELS, Calibration, Head
+from quantsink.calibration.calibration import LEVELS, Calibration
+from quantsink.calibration.records import Head
 
 STRONGEST = 10
 NEAR, NEAR_MASS = 256, 0.02

@@ -20,6 +20,7 @@ from torch import Tensor
 from quantsink.errors import OutputError, QuantSinkError
 from quantsink.eval.perplexity import EvalWindow
 from quantsink.models.inputs import cache_argument
+from quantsink.progress import Progress
 
 CHUNK_ELEMENTS = 1 << 24
 """Log-probabilities held at once: 64 MiB in float32."""
@@ -27,8 +28,6 @@ CHUNK_ELEMENTS = 1 << 24
 PREFILL, CHUNK = 128, 32
 """Tokens fed to a model with a KV cache at first, and at a time from then on."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with the method's name, windows done and windows in all."""
 MakeCache = Callable[[], Any]
 """Gives a fresh transformers cache."""
 SeeCache = Callable[[EvalWindow, Any], None]

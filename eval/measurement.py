@@ -19,7 +19,7 @@ from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
 from quantsink.errors import CheckpointError, ModelError, QuantSinkError, UsageError
 from quantsink.eval.caches import Weight
-from quantsink.eval.divergence import PREFILL, LogProbs, Progress, WindowSums, log_probs, score, score_reference
+from quantsink.eval.divergence import PREFILL, LogProbs, WindowSums, log_probs, score, score_reference
 from quantsink.eval.footprint import count_parameters, footprint, payload_on_disk
 from quantsink.eval.methods import METHODS, PEERS, Method, NotRunError, quiet_peers
 from quantsink.eval.perplexity import EvalText
@@ -31,6 +31,7 @@ from quantsink.hf.sink_cache import SinkCache
 from quantsink.models.architecture import Architecture
 from quantsink.models.fingerprint import model_fingerprint
 from quantsink.models.source import check_length, check_vocabulary
+from quantsink.progress import Progress
 
 LoadCheckpoint = Callable[[Path], Any]
 

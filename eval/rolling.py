@@ -19,10 +19,11 @@ from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
 from quantsink.errors import QuantSinkError, UsageError
 from quantsink.eval.bootstrap import perplexity
-from quantsink.eval.divergence import CHUNK_ELEMENTS, Progress, WindowSums, evaluating
+from quantsink.eval.divergence import CHUNK_ELEMENTS, WindowSums, evaluating
 from quantsink.models.inputs import cache_argument
 from quantsink.models.source import check_length
 from quantsink.plan import CacheLayerPlan, CachePlan
+from quantsink.progress import Progress
 
 CHUNK = 256
 """Tokens fed at a time."""

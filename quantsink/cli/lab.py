@@ -10,6 +10,7 @@ from rich.console import Console
 
 from quantsink.cli.console import Debug, Device, Dtype, Force, Json, Out, TrustRemoteCode, loading, progress_bar, stderr
 from quantsink.errors import UsageError
+from quantsink.progress import Progress
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -130,7 +131,6 @@ def everything(
     _run(output, force, as_json, [*_profiles(models or [], data, quick, device, dtype, trust_remote_code), *trained])
 
 
-Progress = Callable[[str, int, int], None]
 Experiment = Callable[[Progress], Any]
 
 

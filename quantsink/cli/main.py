@@ -76,9 +76,9 @@ def calibrate(
     """Find a model's sink heads and measure its heads and linear layers on text."""
     from quantsink.calibration import calibrate as run
     from quantsink.calibration.calibrate import DEFAULT_DATA
-    from quantsink.calibration.calibration import FACTS, is_calibration, partials
     from quantsink.calibration.plots import save_with_pictures
     from quantsink.calibration.processes import launched
+    from quantsink.calibration.stored import FACTS, is_calibration, partials
     from quantsink.calibration.summary import as_dict, render
     from quantsink.calibration.text import check_not_empty, parse_spec
     from quantsink.files import check_free, whole_folder

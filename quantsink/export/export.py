@@ -31,6 +31,7 @@ from quantsink.models.architecture import Architecture
 from quantsink.models.fingerprint import model_fingerprint
 from quantsink.models.source import Source, check_device, find
 from quantsink.plan import Plan
+from quantsink.progress import Progress
 from quantsink.recipe import Recipe
 
 HELDOUT = "builtin:heldout"
@@ -38,7 +39,6 @@ HELDOUT_WINDOWS = 2
 HELDOUT_LENGTH = 512
 
 Say = Callable[[str], None]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

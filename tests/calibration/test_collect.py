@@ -227,3 +227,19 @@ def test_a_planted_sink_costs_less_on_its_own_route(tiny_llama):
         strong = means["bos_mass"] > 0.3
         assert bool((means["error_sink"][strong] < means["error_int8"][strong]).all())
         assert math.isfinite(float(means["error_sink"].sum()))
+
+
+def test_memory_does_not_grow_with_the_square_of_the_length(tiny_llama):
+    """Bytes that the statistics allocate at once, by the allocator's own count."""
+    model = tiny_llama(max_position_embeddings=8192)
+    peaks = {}
+    for length in (512, 8192):
+        collector = Collector(model, Architecture.of(model), sink_size=1)
+        tokens = torch.randint(2, 258, (1, length))
+        with (
+            collecting(collector),
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        ):
+            collector.run(tokens)
+        peaks[length] = max(event.cpu_memory_usage for event in profile.events())
+    assert peaks[8192] < 32 * peaks[512], "16 x the length; 256 x would be the square"

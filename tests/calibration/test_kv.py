@@ -9,9 +9,9 @@ from rich.console import Console
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from quantsink.calibration import Calibration, calibrate
-from quantsink.calibration.calibration import FACTS
 from quantsink.calibration.collect import Collector, _scores, collecting
 from quantsink.calibration.statistics import FAR_WINDOWS, code_window, measure_kv, measure_rows, merge
+from quantsink.calibration.stored import FACTS
 from quantsink.calibration.summary import as_dict, render
 from quantsink.errors import CalibrationError
 from quantsink.kernels.coded_attention.codes import WIDTHS, Record, decode, encode

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import quantsink
 from quantsink.calibration import Calibration, calibrate
-from quantsink.calibration.calibration import PARTIAL, is_calibration
 from quantsink.calibration.processes import Processes
 from quantsink.calibration.statistics import MAXIMA
+from quantsink.calibration.stored import PARTIAL, is_calibration
 from quantsink.cli.main import main
 from quantsink.errors import CalibrationError, ModelError
 
@@ -24,11 +24,12 @@ OTHER = "partial-1-of-2.safetensors"
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
 FAILING = """
-import importlib, os, sys
+import os, sys
+from quantsink.calibration import partial
 from quantsink.calibration.collect import Collector
 from quantsink.cli.main import main
 from quantsink.errors import ModelError
-importlib.import_module("quantsink.calibration.calibrate").SAVE_EVERY = 0.0
+partial.SAVE_EVERY = 0.0
 rank, run = int(os.environ["RANK"]), Collector.run
 def failing(self, ids):
     if rank == 1 and self.windows == 3:

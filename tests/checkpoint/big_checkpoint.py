@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from quantsink.calibration.calibration import Calibration, Domain, Settings, Statistics
+from quantsink.calibration.calibration import Calibration
+from quantsink.calibration.records import Domain, Settings, Statistics
 from quantsink.calibration.statistics import empty_heads, empty_linear
 from quantsink.checkpoint.streaming import stream
 from quantsink.models.architecture import Architecture

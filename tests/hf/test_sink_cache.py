@@ -651,7 +651,7 @@ def test_a_model_with_a_cache_of_its_own_scores_text_padded_on_the_right(calibra
 
 def test_what_is_left_of_the_bits_is_spent():
     from quantsink.calibration.cache_plan import choose_widths
-    from quantsink.calibration.calibration import KVHead
+    from quantsink.calibration.records import KVHead
 
     def real(count, bits):
         heads = [

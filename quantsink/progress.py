@@ -1,0 +1,6 @@
+"""How a long computation tells how far it is."""
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of what is done, the parts that are done, and the parts in all."""
