@@ -1,4 +1,4 @@
-"""Which heads park their attention on the first token: python examples/find_sink_heads.py [MODEL]."""
+"""List the heads that put their attention on the first token: python examples/find_sink_heads.py [MODEL]."""
 
 import sys
 
@@ -14,9 +14,9 @@ def main() -> None:
     calibration = quantsink.calibrate(model, tokenizer, data=["builtin:prose", "builtin:code"], max_tokens=8192)
 
     heads = calibration.heads()
-    sinks = [head for head in heads if head.sink]
-    print(f"{len(sinks)} of {len(heads)} heads put at least 0.3 of their weight on the first token")
-    for head in sorted(sinks, key=lambda head: -head.bos_mass)[:10]:
+    sink_heads = [head for head in heads if head.sink]
+    print(f"{len(sink_heads)} of {len(heads)} heads put at least 0.3 of their weight on the first token")
+    for head in sorted(sink_heads, key=lambda head: -head.bos_mass)[:10]:
         by_text = ", ".join(f"{name} {means['bos_mass']:.2f}" for name, means in head.domains.items())
         print(f"layer {head.layer:2d} head {head.head:2d}: {head.bos_mass:.3f} ({by_text}), entropy {head.entropy:.3f}")
 

@@ -17,11 +17,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         loaded = quantsink.load(folder)  # or AutoModelForCausalLM.from_pretrained, after `import quantsink`
 
     ids = tokenizer("Gravity is", return_tensors="pt").input_ids
-    out = loaded.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    print(tokenizer.decode(out[0], skip_special_tokens=True))
+    tokens = loaded.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 
 if __name__ == "__main__":
