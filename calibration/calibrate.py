@@ -75,22 +75,33 @@ def calibrate(
     name: str | None = None,
     processes: Processes = ALONE,
 ) -> Calibration:
-    """Measure every attention head and linear layer of `model` on text.
+    """Measure every attention head and linear layer of `model` on text; `quantize` decides by what is measured.
+
+    Example:
+        calibration = quantsink.calibrate(model, tokenizer, ["builtin:prose", "my.txt"], max_tokens=16384)
+        calibration.save("calibration")  # the folder that `quantsink export --calibration` reads
 
     Args:
-        data: one SPEC or several; each is a domain of its own (docs/cli.md). With `tokenizer` None: `[N, C, H, W]` for
-            a model of pictures, `[N, L, K]` for one whose main input is `inputs_embeds`.
+        model: a transformers model in eval mode, not quantized. It is not changed.
+        tokenizer: the model's own; None where `data` is a tensor.
+        data: one text or several: builtin:prose, builtin:code, self, a .txt, .jsonl or .parquet file, or a hub data
+            set (docs/cli.md). Each is a domain of its own. Without a tokenizer: `[N, C, H, W]` for a model of pictures,
+            `[N, L, K]` for one whose main input is `inputs_embeds`.
         seq_len: tokens per window, BOS included.
         max_tokens: tokens in all, shared evenly by the domains.
         sink_size: sink tokens at the start of each sequence.
         query_rows: query rows measured per window, evenly spaced; None measures every row.
-        error_windows: windows per domain in which each head's INT8 error is measured too.
+        error_windows: windows per domain on which each head's INT8 error is measured too.
         bos: False leaves the BOS token out, for models that were trained without one.
+        seed: of the text that `self` samples.
         folder: holds the partial state, from which `resume` continues after a kill. The result is not saved here.
         resume: continue from the partial state in `folder`.
-        progress: called after each window with its domain.
+        progress: called after each window with `(domain, done, total)`.
         name: the model's name in the result; by default the name it was loaded by.
         processes: from `launched()`, where several share the windows; each returns the whole calibration.
+
+    Returns:
+        the `Calibration`. `quantize` and `SinkCache.from_calibration` take it, `heads()` lists what was measured.
 
     Raises:
         UsageError, DataError: invalid options or unreadable text.

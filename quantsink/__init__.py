@@ -1,15 +1,19 @@
 """quantsink: 8-bit (and smaller) transformers that keep their attention sinks.
 
-Importing it registers the attention, the quantizer and the operators with transformers and torch, so that
-`AutoModelForCausalLM.from_pretrained` loads quantsink checkpoints. It starts no device and reads no model.
+Importing it makes `AutoModelForCausalLM.from_pretrained` load quantsink checkpoints (`quantsink.hf.register`). It
+imports neither torch nor transformers, starts no device and reads no model.
+
+    model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+    calibration = quantsink.calibrate(model, tokenizer)
+    quantsink.quantize(model, calibration, "w8a8")
+    model.save_pretrained("smollm2-w8a8")
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from quantsink.errors import QuantSinkError
-from quantsink.hf import attention
-from quantsink.hf import quantizer as integration
+from quantsink.hf.register import register
 
 if TYPE_CHECKING:
     from quantsink.api import Calibration, Recipe, SinkCache, calibrate, load, quantize, save
@@ -23,18 +27,28 @@ __all__ = [
     "SinkCache",
     "__version__",
     "calibrate",
-    "integration",
     "load",
     "quantize",
     "save",
 ]
 
-attention.register()
+_MODULES = {name: f"quantsink.{name}" for name in ("calibration", "errors", "eval", "kernels", "recipe")}
+"""Attributes that need no import of their own."""
+_MODULES["integration"] = "quantsink.hf.quantizer"  # an older name, which users may import
 
-_FACE = ("Calibration", "Recipe", "SinkCache", "calibrate", "load", "quantize", "save")
+register()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FACE:
-        return getattr(importlib.import_module("quantsink.api"), name)
+    """A name of the API, imported when it is first used."""
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name in __all__:
+        value = getattr(importlib.import_module("quantsink.api"), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'quantsink' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

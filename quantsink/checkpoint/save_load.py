@@ -34,6 +34,16 @@ def save(
 ) -> Path:
     """Write a quantized model to `folder`: all of it, or nothing if the process is killed or the disk is full.
 
+    Args:
+        model: what `quantsink.quantize` or `quantsink.load` returned.
+        tokenizer: saved beside the model, so that the folder can be used alone.
+        card: text of a README.md.
+        force: replace a checkpoint that is there already; a folder with anything else in it is never replaced.
+        max_shard_size: largest safetensors file, such as "500MB" or "5GB".
+
+    Returns:
+        `folder` as a path.
+
     Raises:
         UsageError: the folder is taken and `force` is not given, or the model is not quantized by quantsink.
         OutputError: the folder cannot be written.
@@ -51,8 +61,17 @@ def save(
 
 
 def load(folder: str | Path, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False) -> Any:
-    """Load a checkpoint in eval mode. `dtype` auto is the saved type; the INT8 tensors and their scales never change.
-    Code in the checkpoint (a model class of its own) runs only with `trust_remote_code`.
+    """Load a checkpoint that quantsink wrote, in eval mode.
+
+    Args:
+        folder: a checkpoint folder or a hub id.
+        dtype: type of everything that is not INT8: auto (the saved one), float32, bfloat16 or float16. The INT8 tensors
+            and their scales never change.
+        device: cpu, cuda, cuda:1, ...
+        trust_remote_code: run a model class that lies in the checkpoint. Review it first.
+
+    Returns:
+        the transformers model.
 
     Raises:
         CheckpointError: not a quantsink checkpoint, or damaged; the message names the file or the tensor.

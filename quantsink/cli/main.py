@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from quantsink import __version__
 from quantsink.cli import lab as cli_lab
 from quantsink.cli.console import (
     Bos,
@@ -35,6 +36,7 @@ from quantsink.errors import QuantSinkError, UsageError
 
 app = typer.Typer(
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -42,6 +44,21 @@ app = typer.Typer(
     "Calibrate a model, export a quantized checkpoint, report what it cost. Try `quantsink demo` first.",
 )
 app.add_typer(cli_lab.app, name="lab")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"quantsink {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Carries the options of `quantsink` itself."""
 
 
 @app.command(epilog="Example: quantsink calibrate HuggingFaceTB/SmolLM2-135M -o calibration --data builtin:prose")

@@ -6,16 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantsink.cache.layer import SinkLayer
 from quantsink.cache.placeholder import Standin
 from quantsink.errors import CacheError, QuantSinkError
+from quantsink.hf.register import NAME
 from quantsink.kernels import CodedKV, Route, coded_attention, sink_attention
 from quantsink.layers.tables import TABLE, AttentionTable
-
-NAME = "quantsink"
 
 
 def forward(
@@ -189,10 +187,7 @@ def _read_starts(mask: Tensor, name: str) -> list[int]:
     return [int(x) for x in starts]
 
 
-def register() -> None:
-    """Make `attn_implementation="quantsink"` known, with the mask function that carries padding and windows."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+# In place of the function that `import quantsink` registers to import this module.
+ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
 
-
-__all__ = ["NAME", "forward", "register"]
+__all__ = ["NAME", "forward"]

@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantsink.errors import CheckpointError, RecipeError
+from quantsink.hf.register import NAME
 from quantsink.kernels.coded_attention.codes import WIDTHS
 from quantsink.plan import CacheLayerPlan, CachePlan, Plan
 from quantsink.recipe import Recipe
 from quantsink.strict_json import shown
 
-METHOD = "quantsink"
+METHOD = NAME
 
 
 FORMAT_VERSION = 1
@@ -27,7 +27,6 @@ MOST_LAYERS = 2048
 """Where quantization_config does not name more of them."""
 
 
-@register_quantization_config(METHOD)
 class QuantSinkConfig(QuantizationConfigMixin):
     """`quantization_config` of config.json; docs/formats.md describes each key.
 

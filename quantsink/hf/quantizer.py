@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.core_model_loading import dot_natural_key
-from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from quantsink.errors import ArchitectureError, CheckpointError, QuantSinkError
@@ -25,7 +24,6 @@ from quantsink.models.falcon import ADOPTED
 from quantsink.plan import LinearPlan, head_plan
 
 
-@register_quantizer(METHOD)
 class QuantSinkQuantizer(HfQuantizer):
     """Builds the quantized modules before transformers fills them from the shards."""
 

@@ -126,22 +126,36 @@ class SinkCache(Cache):
         max_length: int | None = None,
         seed: int = 0,
     ) -> "SinkCache":
-        """A cache whose heads' widths follow a calibration of this model.
+        """A cache for `model` that gives each head the bits its calibration says it needs.
+
+        Example:
+            cache = quantsink.SinkCache.from_calibration(model, quantsink.Calibration.load("calibration"), bits=4)
+            model.generate(**inputs, past_key_values=cache)
+
+        A cache serves one batch of sequences. `cache.reset()` empties it for the next.
 
         Args:
+            model: a transformers causal language model, the calibrated one; quantized by quantsink or not.
+            calibration: what `quantsink.calibrate` returned, or `quantsink.Calibration.load(folder)`.
             bits: of a code, on average over the KV heads; 2 to 8. Scales and zero points come on top (0.5 bits with
                 heads of 64).
             sink_size: first tokens that stay exact; None: as many as the calibration counts, at least 4.
             residual: newest tokens that stay exact.
-            widths: `measured`, `uniform`, or `random` (the control): docs/cache.md.
+            widths: `measured` gives more bits to heads with a larger error, `uniform` the same to all, `random`
+                deals the measured ones at random (the control). docs/cache.md describes them.
             rounding: `query` rounds keys so that the scores of calibrated queries change least, `nearest` each number
                 by itself.
-            stream: `auto` lets heads that calibration saw looking only at sinks and the newest 256 tokens forget the
-                rest, a number does so with that many tokens; `off` forgets nothing.
-            max_length: a rolling cache of that many tokens.
+            stream: `off` forgets nothing. `auto` lets heads that calibration saw looking only at sinks and the newest
+                256 tokens forget the rest. A number does so with that many tokens.
+            max_length: tokens that a rolling cache holds, sinks included; None: all.
+            seed: of `widths="random"`.
+
+        Returns:
+            the empty cache. The model's attention implementation becomes "quantsink".
 
         Raises:
-            RecipeError: an option that cannot be meant. CalibrationError: calibrated on another model.
+            RecipeError: an invalid option. CalibrationError: calibrated on another model, or without what an option
+                needs. CacheError, ArchitectureError: a model that this cache does not support.
         """
         if not hasattr(calibration, "cache_plan"):
             raise RecipeError(

@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line errors, clean --json, outputs whole or not at all."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -391,6 +392,29 @@ def test_a_full_disk_loses_nothing(command, small_disk, work, capsys):
     assert out == ""
     left = [path for path in small_disk.rglob("*") if path.is_file()]
     assert [path.name for path in left] == ["mine"], "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["--help", "--version", "-h", "export --bogus", "report --length abc", "lab -h", "lab profile", "recipe w8a8"],
+)
+def test_help_and_refusals_import_no_library_that_computes(command):
+    code = (
+        "import sys; from quantsink.cli.main import main; main(sys.argv[1:])\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'numpy', 'accelerate', 'quantsink.calibration'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
+    )
+    child = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+
+
+def test_the_version_is_the_packages(capsys):
+    assert run(capsys, "--version") == (0, f"quantsink {importlib.metadata.version('quantsink')}\n", "")
+
+
+@pytest.mark.parametrize("command", [[], ["export"], ["lab"], ["lab", "trigger"]])
+def test_h_is_help(command, capsys):
+    assert run(capsys, *command, "-h") == run(capsys, *command, "--help")
 
 
 def test_help_names_every_command_with_an_example(capsys):
