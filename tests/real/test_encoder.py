@@ -38,7 +38,7 @@ def embeddings(model, tokenizer):
 
 
 @pytest.mark.parametrize("recipe", ["w8a16", "w8a8"])
-def test_statistics_and_weights(minilm, tmp_path, recipe):
+def test_an_encoder_is_calibrated_quantized_and_reloaded(minilm, tmp_path, recipe):
     source = find(str(minilm))
     model, tokenizer = source.model("float32"), source.tokenizer()
     assert not Architecture.of(model).causal
@@ -53,15 +53,15 @@ def test_statistics_and_weights(minilm, tmp_path, recipe):
     print(f"{recipe}: [CLS] {strongest:.3f}, [SEP] {max(h.last_mass for h in heads):.3f} at most, "
           f"{sum(h.sink for h in heads)} of 72 heads are sinks")  # fmt: skip
     assert strongest > 0.5, "this encoder parks weight on [CLS]"
-    wanted = embeddings(model, tokenizer)
+    original = embeddings(model, tokenizer)
     quantized = quantsink.quantize(model, calibration, recipe)
-    found = embeddings(quantized, tokenizer)
-    cosine = (wanted * found).sum(-1)
+    output = embeddings(quantized, tokenizer)
+    cosine = (original * output).sum(-1)
     print("cosine to the original:", cosine.tolist())
     assert cosine.min() > 0.995
     quantsink.save(quantized, tmp_path / "out", tokenizer=tokenizer)
     loaded = quantsink.load(tmp_path / "out")
-    assert torch.equal(embeddings(loaded, tokenizer), found)
+    assert torch.equal(embeddings(loaded, tokenizer), output)
 
 
 def test_statistics_equal_an_eager_load(minilm):
@@ -70,11 +70,11 @@ def test_statistics_equal_an_eager_load(minilm):
     text = quantsink.calibration.windows(
         tokenizer, quantsink.calibration.parse_spec("builtin:prose"), seq_len=96, max_tokens=96, encoder=True
     )
-    found = quantsink.calibrate(model, tokenizer, "builtin:prose", seq_len=96, max_tokens=96, query_rows=None)
+    calibration = quantsink.calibrate(model, tokenizer, "builtin:prose", seq_len=96, max_tokens=96, query_rows=None)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = torch.cat(model(text.ids[0][None], output_attentions=True).attentions).double()
-    for head in found.heads():
+    for head in calibration.heads():
         rows = weights[head.layer, head.head]
         entropy = torch.special.entr(rows).sum(-1).mean() / torch.tensor(96.0).log()
         assert head.bos_mass == pytest.approx(float(rows[:, 0].mean()), abs=1e-5)
@@ -82,7 +82,7 @@ def test_statistics_equal_an_eager_load(minilm):
         assert head.entropy == pytest.approx(float(entropy), abs=1e-5)
 
 
-def test_the_command_line(minilm, tmp_path):
+def test_the_command_line_exports_an_encoder_but_reports_on_none(minilm, tmp_path):
     from typer.testing import CliRunner
 
     from quantsink.cli.main import app
@@ -93,6 +93,6 @@ def test_the_command_line(minilm, tmp_path):
     assert run("calibrate", minilm, "-o", tmp_path / "cal", "--seq-len", 64, "--max-tokens", 512).exit_code == 0
     assert run("export", minilm, "--calibration", tmp_path / "cal", "-o", tmp_path / "out").exit_code == 0
     assert run("inspect", tmp_path / "out").exit_code == 0
-    found = run("report", minilm, "-o", tmp_path / "report", "--length", 64)
-    assert isinstance(found.exception, quantsink.QuantSinkError)
-    assert "an encoder predicts no next token" in str(found.exception)
+    result = run("report", minilm, "-o", tmp_path / "report", "--length", 64)
+    assert isinstance(result.exception, quantsink.QuantSinkError)
+    assert "an encoder predicts no next token" in str(result.exception)
