@@ -132,7 +132,7 @@ def hold_to_budget(
         query, codes, *_ = case(seed, heads=len(routes), **sizes)
         if counts:
             codes = ragged(codes, counts)
-        truth = as_reference(query.double(), codes, picked, **options)
+        truth = numerics.coded_attention_truth(query, codes, picked, **options)
         cases.append(
             (run(numerics, query, codes, picked, **options), as_reference(query, codes, picked, **options), truth)
         )
@@ -346,10 +346,10 @@ def test_options(numerics: ModuleType, isa: str, name: str, queries: int) -> Non
 def test_threads_agree(numerics: ModuleType, isa: str) -> None:
     query, codes, *_ = case(keys=5000, queries=2, bits=(8, 3))
     routes = torch.tensor([0, 2, 0, 0, 2, 0], dtype=torch.uint8)
-    truth, yardstick = as_reference(query.double(), codes, routes), as_reference(query, codes, routes)
+    truth, yardstick = numerics.coded_attention_truth(query, codes, routes), as_reference(query, codes, routes)
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
-        numerics.assert_pool_within_budget([(run(numerics, query, codes, routes), yardstick, truth)])
+        numerics.assert_within_budget(run(numerics, query, codes, routes), yardstick, truth)
 
 
 def test_zeros_and_large_scores(numerics: ModuleType, isa: str) -> None:
@@ -363,8 +363,8 @@ def test_zeros_and_large_scores(numerics: ModuleType, isa: str) -> None:
     nothing = run(numerics, query, CodedKV.encode(torch.zeros_like(key), torch.zeros_like(value), bits=8), routes)
     assert not nothing.any()
     large = query * (90 / (query @ key.repeat_interleave(3, 1).transpose(-1, -2) * 0.125).abs().max())
-    truth, yardstick = as_reference(large.double(), codes, routes), as_reference(large, codes, routes)
-    numerics.assert_pool_within_budget([(run(numerics, large, codes, routes), yardstick, truth)])
+    truth, yardstick = numerics.coded_attention_truth(large, codes, routes), as_reference(large, codes, routes)
+    numerics.assert_within_budget(run(numerics, large, codes, routes), yardstick, truth)
 
 
 def test_a_number_that_is_not_finite_is_seen(numerics: ModuleType, isa: str) -> None:

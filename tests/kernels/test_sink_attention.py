@@ -455,17 +455,15 @@ def test_operator_is_within_the_error_budget(numerics: ModuleType, dtype: torch.
     arguments = case(9, 3, length, dim=64, routes=[0, 1, 2] * 3, dtype=dtype)
     rule = Rule(arguments["scaling"], 1, True, "block", 64, 0.0, None, None, None)
 
-    def as_reference(dtype: torch.dtype) -> Tensor:
-        q, k, v = (arguments[name].to(dtype) for name in ("query", "key", "value"))
-        return reference(q, k, v, None, arguments["routes"], arguments["key_mean"], None, rule)
-
+    q, k, v = (arguments[name] for name in ("query", "key", "value"))
+    yardstick = reference(q, k, v, None, arguments["routes"], arguments["key_mean"], None, rule)
     with numerics.poisoned_memory():
         out = sink_attention(**arguments)
     assert out.dtype == dtype
-    truth = as_reference(torch.double)
-    numerics.assert_within_budget(out, as_reference(dtype), truth)
+    truth = numerics.sink_attention_truth(arguments)
+    numerics.assert_within_budget(out, yardstick, truth)
     unit = {torch.float: 1e-4, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
-    assert numerics.rms_error(out, truth) < unit
+    assert numerics.rms_error(out, truth.out) < unit
 
 
 def test_float64_stays_float64() -> None:
