@@ -45,7 +45,12 @@ for module in pkgutil.walk_packages(quantsink.__path__, "quantsink."):
         names.append(module.name)
 print(f"imported {len(names)} modules")
 
-for package, path in (("quantsink", "py.typed"), ("quantsink.eval", "templates/report.html.j2")):
+DATA = (
+    ("quantsink", "py.typed"),
+    ("quantsink.eval", "templates/report.html.j2"),
+    ("quantsink.eval.lab", "tables/trigger.txt"),
+)
+for package, path in DATA:
     assert importlib.resources.files(package).joinpath(path).is_file(), f"{package} lacks its data file {path}"
 
 owners = importlib.metadata.packages_distributions()

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.calibration.text import documents, parse_spec
-from quantsink.errors import DataError, QuantSinkError, UsageError
+from quantsink.errors import DataError, UsageError
 from quantsink.eval.lab.attention import (
     ALL_REAL,
     ROTARY_BASE,
@@ -31,10 +31,10 @@ from quantsink.eval.lab.attention import (
     computing,
     turned,
 )
-from quantsink.eval.lab.mechanisms import clip_gradients
 from quantsink.eval.lab.model import LabConfig, TokenModel
 from quantsink.eval.lab.normalizers import Softmax
 from quantsink.eval.lab.quantize import Bits, in_8_bits
+from quantsink.eval.lab.training import descend, final_loss
 
 BOS = 256
 IDS = 257
@@ -45,8 +45,6 @@ COMMON = 32
 WIDTH, LAYERS, HEADS = 64, 3, 4
 CHUNK = 4096
 """Inputs a forward when measuring."""
-FRESH = 10**6
-"""Added to a seed: draws that no training made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,14 +176,7 @@ class Fitting:
 
     @torch.enable_grad()
     def step(self, windows: Tensor) -> Tensor:
-        loss = mean_loss(self.model, windows)
-        self.optimizer.zero_grad()
-        loss.backward()
-        clip_gradients(self.model)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.schedule.step()
-        return loss.detach()
+        return descend(self.model, mean_loss(self.model, windows), self.optimizer, self.schedule)
 
 
 def mean_loss(model: TokenModel, windows: Tensor) -> Tensor:
@@ -202,17 +193,14 @@ def train(
     """
     generator = torch.Generator().manual_seed(seed)
     fitting = Fitting(model, training)
-    found = []
+    losses = []
     model.train()
     for step in range(training.steps):
-        found.append(fitting.step(text.batch(training.sequences, generator)))
+        losses.append(fitting.step(text.batch(training.sequences, generator)))
         if after is not None:
             after(step + 1)
     model.train(False)
-    loss = float(torch.stack(found[-max(training.steps // 10, 1) :]).mean())
-    if not math.isfinite(loss):
-        raise QuantSinkError(f"{model.specs[0].name}, seed {seed}: the training diverged; give a lower rate")
-    return loss
+    return final_loss(losses[-max(training.steps // 10, 1) :], model.specs[0].name, seed)
 
 
 @torch.no_grad()
@@ -302,8 +290,8 @@ def gradients(model: TokenModel, batches: Sequence[Tensor]) -> Iterator[Tensor]:
     """The flat gradient of each batch; the model's own `.grad` stays as it is."""
     parameters = list(model.parameters())
     for windows in batches:
-        found = torch.autograd.grad(mean_loss(model, windows), parameters, materialize_grads=True)
-        yield torch.cat([gradient.flatten() for gradient in found])
+        each = torch.autograd.grad(mean_loss(model, windows), parameters, materialize_grads=True)
+        yield torch.cat([gradient.flatten() for gradient in each])
 
 
 @dataclass(frozen=True)
@@ -330,24 +318,24 @@ class Activation:
 def head_masses(model: TokenModel, windows: Tensor) -> tuple[HeadMass, ...]:
     record: list[Tensor] = []
     model.run(windows[:, :-1], record=record)
-    found = []
+    masses = []
     for layer, weights in enumerate(record):
         sinks = weights.shape[-1] - weights.shape[-2]
         rows = weights[:, :, FIRST_ROW:].double()
         bos, learned, total = (
             part.mean((0, 2)).tolist() for part in (rows[..., sinks], rows[..., :sinks].sum(-1), rows.sum(-1))
         )
-        found += [HeadMass(layer, head, *each) for head, each in enumerate(zip(bos, learned, total, strict=True))]
-    return tuple(found)
+        masses += [HeadMass(layer, head, *each) for head, each in enumerate(zip(bos, learned, total, strict=True))]
+    return tuple(masses)
 
 
 @torch.no_grad()
 def activations(model: TokenModel, windows: Tensor) -> tuple[Activation, ...]:
-    found: list[Activation] = []
+    largest_by_block: list[Activation] = []
 
     def keep(_: nn.Module, __: object, x: Tensor) -> None:
         largest = x.abs().amax((0, 2))
-        found.append(Activation(len(found), float(largest[0]), float(largest[1:].max())))
+        largest_by_block.append(Activation(len(largest_by_block), float(largest[0]), float(largest[1:].max())))
 
     hooks = [block.register_forward_hook(keep) for block in model.blocks]
     try:
@@ -355,7 +343,7 @@ def activations(model: TokenModel, windows: Tensor) -> tuple[Activation, ...]:
     finally:
         for hook in hooks:
             hook.remove()
-    return tuple(found)
+    return tuple(largest_by_block)
 
 
 @dataclass(frozen=True)
@@ -379,9 +367,9 @@ def eight_bits(model: TokenModel, windows: Tensor, methods: dict[str, Bits | Non
         nats = _nats(exact, part[:, 1:]).sum()
         for name, bits in methods.items():
             with in_8_bits(model, bits):
-                found = model.run(part[:, :-1]).log_softmax(-1)
-            kl[name] += float((exact.exp() * (exact - found)).sum())
-            more[name] += float(_nats(found, part[:, 1:]).sum() - nats)
+                quantized = model.run(part[:, :-1]).log_softmax(-1)
+            kl[name] += float((exact.exp() * (exact - quantized)).sum())
+            more[name] += float(_nats(quantized, part[:, 1:]).sum() - nats)
     scored = windows[:, 1:].numel()
     return tuple(EightBits(name, kl[name] / scored, math.exp(more[name] / scored)) for name in methods)
 

@@ -5,14 +5,14 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 
 from quantsink.eval.lab.attention import AttentionSpec
 from quantsink.eval.lab.jobs import Progress, one_thread, run_jobs
 from quantsink.eval.lab.language import (
-    FRESH,
     LENGTH,
     Activation,
     AtLength,
@@ -35,11 +35,12 @@ from quantsink.eval.lab.language import (
     text,
     train,
 )
+from quantsink.eval.lab.measures import FRESH, SINK_HEAD, STRONG, methods
 from quantsink.eval.lab.mechanisms import LearnableSinks, OutputGate
 from quantsink.eval.lab.model import TokenModel
 from quantsink.eval.lab.normalizers import ReLU, Softmax, Softmax1
-from quantsink.eval.lab.tables import Spread
-from quantsink.eval.lab.trigger_runs import methods
+from quantsink.eval.lab.quantize import BLOCK
+from quantsink.eval.lab.seeds import Group, Spread, average
 
 SOFTMAX = AttentionSpec(Softmax(), rotary=True)
 SOFTMAX1 = AttentionSpec(Softmax1(), rotary=True)
@@ -133,14 +134,44 @@ class LanguageRun:
     streaming: tuple[StreamCurve, ...]
 
     def perplexity(self, length: int) -> float:
-        return next(found.perplexity for found in self.lengths if found.length == length)
+        return next(at.perplexity for at in self.lengths if at.length == length)
 
-    def sink_heads(self, least: float) -> int:
-        """Heads that give a sink, the BOS token or learnable ones, `least` of their weight."""
-        return sum(head.bos + head.learned >= least for head in self.heads)
+    @property
+    def head_mean(self) -> HeadMass:
+        return average(self.heads)
 
-    def kl(self, method: str) -> float:
-        return next(found.kl for found in self.eight_bits if found.method == method)
+    @property
+    def strongest_bos(self) -> float:
+        return max(head.bos for head in self.heads)
+
+    @property
+    def sink_heads(self) -> dict[str, int]:
+        """By least weight, heads that give that much to a sink, the BOS token or learnable ones."""
+        return {str(least): sum(h.bos + h.learned >= least for h in self.heads) for least in (SINK_HEAD, STRONG)}
+
+    @property
+    def largest_bos(self) -> float:
+        """Of the activations behind all blocks, at the BOS token."""
+        return max(activation.bos for activation in self.activations)
+
+    @property
+    def largest_others(self) -> float:
+        return max(activation.others for activation in self.activations)
+
+    @property
+    def kl(self) -> dict[str, float]:
+        """By method."""
+        return {bits.method: bits.kl for bits in self.eight_bits}
+
+    @property
+    def ratio(self) -> dict[str, float]:
+        """By method, of perplexity in 8 bits."""
+        return {bits.method: bits.ratio for bits in self.eight_bits}
+
+    @property
+    def closed(self) -> dict[str, float]:
+        """By method, the share of `block`'s KL that is gone."""
+        return {method: 1 - kl / self.kl[BLOCK] for method, kl in self.kl.items()}
 
 
 @dataclass(frozen=True)
@@ -197,6 +228,11 @@ class Claim:
             return "reproduced"
         return "undecided"
 
+    @property
+    def group(self) -> Group[Any]:
+        """Each change with the claim."""
+        return Group(self.name, tuple(SimpleNamespace(claim=self, change=change) for change in self.changes))
+
 
 @dataclass(frozen=True)
 class LanguageResult:
@@ -208,6 +244,32 @@ class LanguageResult:
     def of(self, name: str) -> list[LanguageRun]:
         """The runs of one variant, seed by seed."""
         return sorted((run for run in self.runs if run.name == name), key=lambda run: run.seed)
+
+    @property
+    def caches(self) -> dict[str, list[StreamCurve]]:
+        """The softmax models' curves by cache, seed by seed."""
+        each = zip(*(run.streaming for run in self.of(SOFTMAX.name)), strict=True)
+        return {curves[0].name: list(curves) for curves in each}
+
+
+STEPS = (
+    ("first tokens kept", NEWEST, WITH_FIRST),
+    ("fine-tuning alone", NEWEST, TUNED),
+    ("fine-tuning with a learnable sink", NEWEST, TUNED_SINK),
+    ("the learnable sink, both fine-tuned", TUNED, TUNED_SINK),
+    ("learnable sink fine-tuned, against first tokens kept", WITH_FIRST, TUNED_SINK),
+)
+"""From one cache to another: what each step buys."""
+
+
+def streaming_steps(result: LanguageResult) -> list[Group[Any]]:
+    """Of each step the change of perplexity beyond the trained length, seed by seed."""
+    caches, steps = result.caches, []
+    for what, before, after in STEPS:
+        changes = [b.beyond / a.beyond - 1 for a, b in zip(caches[before], caches[after], strict=True)]
+        each = (SimpleNamespace(before=before, after=after, change=change) for change in changes)
+        steps.append(Group(what, tuple(each)))
+    return steps
 
 
 def claims(result: LanguageResult) -> list[Claim]:
@@ -222,7 +284,7 @@ def claims(result: LanguageResult) -> list[Claim]:
     def at(length: int) -> Callable[[LanguageRun], float]:
         return lambda run: run.perplexity(length)
 
-    spent = result.cost
+    cost = result.cost
     return [
         compared(f"perplexity per byte, {LENGTH} bytes (1x)", "-", None, at(LENGTH)),
         compared(f"perplexity per byte, {LONG} bytes ({LONG // LENGTH}x)", CLAIMED, -0.15, at(LONG)),
@@ -232,8 +294,8 @@ def claims(result: LanguageResult) -> list[Claim]:
         compared("variance of the gradient, trace, last step", "25% lower", -0.25, _trace),
         compared("variance of the gradient, trace / ‖true‖², last step", "25% lower", -0.25, _relative),
         Claim(
-            "cost of a training step, ms", "5% more", 0.05, Spread.of(spent.softmax), Spread.of(spent.softmax1),
-            spent.overhead,
+            "cost of a training step, ms", "5% more", 0.05, Spread.of(cost.softmax), Spread.of(cost.softmax1),
+            cost.overhead,
         ),
     ]  # fmt: skip
 
@@ -288,11 +350,11 @@ def run_one(job: Job) -> LanguageRun:
 def stream(model: TokenModel, data: Text, scale: Scale, seed: int) -> tuple[StreamCurve, ...]:
     """A softmax model through every cache, then fine-tuned to a window with a learnable sink and without one."""
     windows = data.windows(STREAM, scale.streamed)
-    found = [_curve(name, model, cache, windows) for name, cache in CACHES.items()]
+    curves = [_curve(name, model, cache, windows) for name, cache in CACHES.items()]
     for name, spec, cache in ((TUNED_SINK, LEARNED, Cache(KEYS - 1)), (TUNED, SOFTMAX, Cache(KEYS))):
         tuned = fine_tuned(model, spec, cache, data, scale.tuned, seed)
-        found.append(_curve(name, tuned, cache, windows))
-    return tuple(found)
+        curves.append(_curve(name, tuned, cache, windows))
+    return tuple(curves)
 
 
 def _curve(name: str, model: TokenModel, cache: Cache | None, windows: torch.Tensor) -> StreamCurve:
@@ -318,8 +380,8 @@ def jobs(scale: Scale) -> list[Job]:
 def step_cost(scale: Scale) -> StepCost:
     with one_thread():
         times = step_times((SOFTMAX, SOFTMAX1), text(), Training(max(scale.cost_steps, 10)), 0)
-    rounds = [[own[i::5] for i in range(5)] for own in times]
-    softmax, softmax1 = (tuple(statistics.median(part) for part in own) for own in rounds)
+    rounds = [[steps[i::5] for i in range(5)] for steps in times]
+    softmax, softmax1 = (tuple(map(statistics.median, parts)) for parts in rounds)
     return StepCost(softmax, softmax1)
 
 

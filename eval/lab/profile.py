@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.calibration.text import documents, parse_spec
 from quantsink.errors import DataError, UsageError
+from quantsink.eval.lab.jobs import Progress
 from quantsink.eval.lab.profile_compare import compare
 from quantsink.eval.lab.profile_results import (
     DORMANT,
@@ -52,9 +53,6 @@ MIN_COUNT = 3
 """Occurrences below which a token type's mean is not given."""
 BATCH_TOKENS = 2048
 """Tokens run at once where sequences are short."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is measured, steps done and steps in all."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 SINK, DORMANT, SHUT = 0.3, 0.8, 0.98
 """Mean BOS masses from which a head is a sink head, dormant, and all but shut."""
+LEARNED = 1e-3
+"""Share of the weight from which a learned sink is shown."""
 FULL, SLIDING = "full", "sliding"
 ALL, DEEP = "all layers", "deep layers"
 AGREES, IN_PART, DISAGREES, NO_FIGURE = "agrees", "in part", "disagrees", "no figure to compare"
@@ -29,6 +31,10 @@ class Head:
     head: int
     kind: str
     deep: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.layer}.{self.head}" + ("" if self.kind == FULL else f" ({self.kind})")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ does; up to the length that a model was trained for this changes distances to th
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from quantsink.errors import ArchitectureError, DataError, QuantSinkError, UsageError
+from quantsink.eval.lab.jobs import Progress
 from quantsink.eval.lab.profile_weights import (
     QUERY_BLOCK,
     Passes,
@@ -42,9 +43,6 @@ LOGITS = 1 << 24
 """Logits held at once: 64 MiB in float32."""
 SCORED_LOGITS = 1 << 27
 """Logits computed a variant; a larger vocabulary is scored in fewer, evenly spread rows."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with the variant's name, variants done and variants in all."""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,14 @@ its weight to a token whose value is zero (Ran-Milo, "Attention sinks are provab
 arXiv 2603.11487, 2026).
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantsink.errors import QuantSinkError
 from quantsink.eval.lab.attention import AttentionSpec
-from quantsink.eval.lab.mechanisms import clip_gradients
 from quantsink.eval.lab.model import FeatureModel, LabConfig
+from quantsink.eval.lab.training import descend, final_loss
 
 BOS, TRIGGER, PLAIN = range(3)
 FLAGS = 3
@@ -101,18 +99,9 @@ def train(model: FeatureModel, task: Task, training: Training, seed: int) -> flo
     for _ in range(training.steps):
         batch = task.batch(training.sequences, generator)
         loss = (model(batch.features) - batch.targets).square().sum(-1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        clip_gradients(model)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.detach())
+        losses.append(descend(model, loss, optimizer, schedule))
     model.train(False)
-    loss = float(torch.stack(losses[-max(training.steps // 10, 1) :]).mean())
-    if not math.isfinite(loss):
-        raise QuantSinkError(f"{model.specs[0].name}, seed {seed}: the training diverged; give a lower rate")
-    return loss
+    return final_loss(losses[-max(training.steps // 10, 1) :], model.specs[0].name, seed)
 
 
 def trained(
@@ -180,29 +169,28 @@ def head_weights(weights: Tensor, batch: Batch, layer: int) -> list[HeadWeights]
     length = weights.shape[-2]
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     seen = torch.cat([seen.new_ones(length, sinks), seen], 1)
-    found = []
+    heads = []
     for head in range(weights.shape[1]):
-        own = weights[:, head].double()
-        rows = own[batch.plain]
-        visible = seen.expand(len(own), -1, -1)[batch.plain]
+        rows = weights[:, head].double()[batch.plain]
+        visible = seen.expand(len(weights), -1, -1)[batch.plain]
         total = rows.sum(-1)
         awake = total > 0
         p = rows[awake] / total[awake, None]
         entropy = -torch.xlogy(p, p).sum(-1) / visible[awake].sum(-1).log()
         smallest = rows.masked_fill(~visible, torch.inf).amin(-1)
-        found.append(
+        heads.append(
             HeadWeights(
                 layer,
                 head,
-                float(rows[:, sinks].mean()),
-                float(rows[:, :sinks].sum(-1).mean()),
-                float(total.mean()),
-                float(entropy.mean()) if bool(awake.any()) else None,
-                float(rows.amax(-1).mean()),
-                float(smallest.mean()),
+                bos=float(rows[:, sinks].mean()),
+                learned=float(rows[:, :sinks].sum(-1).mean()),
+                total=float(total.mean()),
+                entropy=float(entropy.mean()) if bool(awake.any()) else None,
+                largest=float(rows.amax(-1).mean()),
+                smallest=float(smallest.mean()),
             )
         )
-    return found
+    return heads
 
 
 def strong_heads(weights: Tensor, batch: Batch, strong: float = 0.8) -> float:

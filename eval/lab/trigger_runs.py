@@ -1,33 +1,31 @@
 """The trigger experiments: every variant trained, looked at, put into 8 bits, and given to quantsink's calibration."""
 
-import copy
 import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.collect import FIRST_ROW
-from quantsink.calibration.routing import plan
 from quantsink.eval.lab.attention import AttentionSpec
 from quantsink.eval.lab.jobs import Progress, run_jobs
+from quantsink.eval.lab.measures import (
+    FRESH,
+    METHODS,
+    STRONG,
+    calibrated,
+    methods,
+    outputs_in_8_bits,
+    relative_error,
+    single_parts,
+    sink_heads,
+    weight_by_head,
+)
 from quantsink.eval.lab.mechanisms import LearnableSinks, OutputGate, SinkBias
 from quantsink.eval.lab.model import FeatureModel
 from quantsink.eval.lab.normalizers import ClippedSoftmax, Entmax, ReLU, Softmax, Softmax1, Sparsemax
-from quantsink.eval.lab.quantize import BLOCK, FIXED, PARTS, ROW, Bits, in_8_bits
-from quantsink.eval.lab.trigger import (
-    Batch,
-    HeadWeights,
-    Solved,
-    Task,
-    Training,
-    head_weights,
-    solved,
-    strong_heads,
-    trained,
-)
-from quantsink.hf.convert import apply
+from quantsink.eval.lab.quantize import BLOCK
+from quantsink.eval.lab.trigger import HeadWeights, Solved, Task, Training, head_weights, solved, strong_heads, trained
 
 VARIANTS = (
     AttentionSpec(Softmax()),
@@ -44,15 +42,10 @@ VARIANTS = (
 LAYERS, HEADS = 4, 4
 DEEP = (AttentionSpec(Softmax()), AttentionSpec(ReLU()))
 """Four layers of four heads each."""
-SINK_HEAD, STRONG = 0.3, 0.8
-FRESH = 10**6
-"""Added to a seed: sequences that no training saw."""
 LONG = 256
 """Tokens in which 8 bits are measured: four blocks of keys."""
 CALIBRATED = 64
 """Tokens a sequence, and sequences, that calibration reads."""
-SINK, RANDOM = "sink", "random"
-METHODS = (FIXED, ROW, BLOCK, SINK, RANDOM)
 
 
 @dataclass(frozen=True)
@@ -82,6 +75,10 @@ class Calibrated:
     error: float
     solved: float
 
+    @property
+    def agrees(self) -> bool:
+        return self.found == self.true
+
 
 @dataclass(frozen=True)
 class TriggerRun:
@@ -107,6 +104,26 @@ class TriggerRun:
     calibrated: Calibrated | None
     """None: an attention that transformers' interface cannot express, which calibration refuses."""
 
+    @property
+    def strong_in_all(self) -> float:
+        """Of all layers."""
+        return sum(self.strong)
+
+    @property
+    def learned(self) -> float | None:
+        """Weight of the first head on learnable sinks; None where there are none."""
+        return self.heads[0].learned or None
+
+    @property
+    def with_learned(self) -> float | None:
+        """The same together with the weight on BOS."""
+        return None if self.learned is None else self.heads[0].bos + self.learned
+
+    @property
+    def closed(self) -> dict[str, float]:
+        """By method, the share of `block`'s error that is gone."""
+        return {method: 1 - error / self.errors[BLOCK] for method, error in self.errors.items()}
+
 
 @torch.no_grad()
 def run_one(job: Job) -> TriggerRun:
@@ -115,11 +132,11 @@ def run_one(job: Job) -> TriggerRun:
     batch = job.task.batch(job.measured, generator)
     record: list[Tensor] = []
     output = model.run(batch.features, record=record)
-    heads = tuple(found for layer, w in enumerate(record) for found in head_weights(w, batch, layer))
     long = dataclasses.replace(job.task, length=LONG).batch(max(job.measured // 256, 8), generator)
-    calibrated = _calibrated(model, job.task, generator) if job.spec.expressible else None
+    calibration = calibrate_and_quantize(model, job.task, generator) if job.spec.expressible else None
     sinks = 1 + record[0].shape[-1] - record[0].shape[-2]
-    exact, errors, parts, right = _in_8_bits(model, long, sinks, job.seed)
+    ways, parts = methods(sinks, LONG + sinks - 1, job.seed), single_parts(sinks)
+    exact, outputs = outputs_in_8_bits(model, long.features, ways | parts)
     return TriggerRun(
         name=job.spec.name,
         seed=job.seed,
@@ -128,91 +145,25 @@ def run_one(job: Job) -> TriggerRun:
         own=job.task.own,
         steps=job.training.steps,
         solved=solved(output, batch),
-        heads=heads,
+        heads=tuple(head for layer, w in enumerate(record) for head in head_weights(w, batch, layer)),
         strong=tuple(strong_heads(w, batch, STRONG) for w in record),
-        solved_long=exact,
+        solved_long=solved(exact, long).share,
         long_sequences=len(long.features),
-        errors=errors,
-        parts=parts,
-        solved_8_bits=right,
-        calibrated=calibrated,
+        errors={method: relative_error(outputs[method], exact) for method in METHODS},
+        parts={part: relative_error(outputs[part], exact) for part in parts},
+        solved_8_bits={method: solved(outputs[method], long).share for method in METHODS},
+        calibrated=calibration,
     )
 
 
-def methods(sinks: int, keys: int, seed: int) -> dict[str, Bits]:
-    """The ways to spend 8 bits; `random` keeps as many keys exact as `sink` does, none of them a sink."""
-    generator = torch.Generator().manual_seed(seed)
-    others = torch.randperm(keys - sinks, generator=generator)[:sinks] + sinks
-    return {
-        FIXED: Bits(FIXED),
-        ROW: Bits(ROW),
-        BLOCK: Bits(BLOCK),
-        SINK: Bits(BLOCK, exact=tuple(range(sinks))),
-        RANDOM: Bits(BLOCK, exact=tuple(int(key) for key in others)),
-    }
-
-
-def alone(sinks: int) -> dict[str, Bits]:
-    """Some things in 8 bits, the others exact."""
-    both = ("scores", "weights")
-    return {
-        **{part: Bits(BLOCK, parts=(part,)) for part in PARTS},
-        "scores and weights": Bits(BLOCK, parts=both),
-        "scores and weights, sinks exact": Bits(BLOCK, exact=tuple(range(sinks)), parts=both),
-    }
-
-
-def _in_8_bits(
-    model: FeatureModel, batch: Batch, sinks: int, seed: int
-) -> tuple[float, dict[str, float], dict[str, float], dict[str, float]]:
-    """Solved in float64, error by method, error by part, solved by method; `sinks` keys are exact at most."""
-    model = model.double()
-    x = batch.features.double()
-    with in_8_bits(model, None):
-        exact = model.run(x)
-    errors, right, parts = {}, {}, {}
-    for name, bits in methods(sinks, x.shape[1] + sinks - 1, seed).items():
-        with in_8_bits(model, bits):
-            output = model.run(x)
-        errors[name], right[name] = relative(output, exact), solved(output, batch).share
-    for part, bits in alone(sinks).items():
-        with in_8_bits(model, bits):
-            parts[part] = relative(model.run(x), exact)
-    return solved(exact, batch).share, errors, parts, right
-
-
-def _calibrated(model: FeatureModel, task: Task, generator: torch.Generator) -> Calibrated:
+def calibrate_and_quantize(model: FeatureModel, task: Task, generator: torch.Generator) -> Calibrated:
     batch = dataclasses.replace(task, length=CALIBRATED).batch(CALIBRATED, generator)
     record: list[Tensor] = []
     exact = model.run(batch.features, record=record)
-    calibration = calibrate(model, None, batch.features, seq_len=CALIBRATED, query_rows=None)
-    true = {
-        (layer, head): float(bos[head])
-        for layer, w in enumerate(record)
-        for bos in [_bos(w)]
-        for head in range(w.shape[1])
-    }
-    found = {(head.layer, head.head): head for head in calibration.heads()}
-    quantized = copy.deepcopy(model)
-    apply(quantized, plan(calibration, "w8a8"))
+    mass = weight_by_head(record, 0, FIRST_ROW)
+    quantized, named, difference = calibrated(model, batch.features, CALIBRATED, mass)
     output = quantized(batch.features)
-    return Calibrated(
-        tuple(key for key, head in found.items() if head.sink),
-        tuple(key for key, mass in true.items() if mass >= SINK_HEAD),
-        max(abs(found[key].bos_mass - mass) for key, mass in true.items()),
-        relative(output, exact),
-        solved(output, batch).share,
-    )
-
-
-def _bos(weights: Tensor) -> Tensor:
-    """`[H]`: mean weight on the first token, of the rows that calibration counts."""
-    return weights[:, :, FIRST_ROW:, 0].double().mean((0, 2))
-
-
-def relative(output: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm of what is exact."""
-    return float((output.double() - exact.double()).norm() / exact.double().norm())
+    return Calibrated(named, sink_heads(mass), difference, relative_error(output, exact), solved(output, batch).share)
 
 
 @dataclass(frozen=True)
@@ -232,13 +183,13 @@ def jobs(scale: Scale) -> list[Job]:
     """The longest first. Softmax and ReLU also do the task that leaves the trigger's own content out."""
     task, strict = Task(), Task(own=False)
     training, deep = Training(scale.steps, 1e-2), Training(scale.deep_steps, 5e-3)
-    found = []
+    every = []
     for seed in range(scale.seeds):
-        found += [Job(spec, seed, task, deep, LAYERS, HEADS, scale.measured) for spec in DEEP]
+        every += [Job(spec, seed, task, deep, LAYERS, HEADS, scale.measured) for spec in DEEP]
     for seed in range(scale.seeds):
-        found += [Job(spec, seed, task, training, measured=scale.measured) for spec in VARIANTS]
-        found += [Job(spec, seed, strict, training, measured=scale.measured) for spec in DEEP]
-    return found
+        every += [Job(spec, seed, task, training, measured=scale.measured) for spec in VARIANTS]
+        every += [Job(spec, seed, strict, training, measured=scale.measured) for spec in DEEP]
+    return every
 
 
 def run_trigger(scale: Scale = FULL, progress: Progress | None = None, workers: int | None = None) -> list[TriggerRun]:

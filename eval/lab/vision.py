@@ -4,43 +4,52 @@ scikit-learn's digits (1,797 pictures of 8 x 8, no network), cut into 16 patches
 model is trained here, and looked at, put into 8 bits and given to quantsink's calibration on pictures it never saw.
 """
 
-import copy
 import functools
 import importlib
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from quantsink.calibration.calibrate import calibrate
-from quantsink.calibration.routing import plan
-from quantsink.errors import QuantSinkError, UsageError
+from quantsink.errors import UsageError
 from quantsink.eval.lab.attention import AttentionSpec, LabAttention
 from quantsink.eval.lab.jobs import Progress, run_jobs
+from quantsink.eval.lab.measures import (
+    METHODS,
+    SINK_HEAD,
+    STRONG,
+    calibrated,
+    methods,
+    outputs_in_8_bits,
+    relative_error,
+    sink_heads,
+    weight_by_head,
+)
 from quantsink.eval.lab.mechanisms import ContentSink, OutputGate, OutputGatePart
 from quantsink.eval.lab.model import LabConfig, PictureModel, border
 from quantsink.eval.lab.normalizers import Softmax
-from quantsink.eval.lab.quantize import Bits, in_8_bits
-from quantsink.eval.lab.trigger_runs import methods, relative
-from quantsink.hf.convert import apply
+from quantsink.eval.lab.quantize import BLOCK
+from quantsink.eval.lab.seeds import average
+from quantsink.eval.lab.training import descend, final_loss
 
 SIDE = 4
 """Patches along a picture's side."""
 PATCHES = SIDE * SIDE
 TOKENS = 1 + PATCHES
+BORDER = int(border(SIDE).sum())
+"""Patches at the border."""
 LAYERS, HEADS = 3, 4
 NONE = AttentionSpec(Softmax(), causal=False)
 GATE = AttentionSpec(Softmax(), (OutputGate(),), causal=False)
 CONTENT = AttentionSpec(Softmax(), (ContentSink(),), causal=False)
 VARIANTS = (NONE, GATE, CONTENT)
-SINK_HEAD, STRONG = 0.3, 0.8
-"""Mean weight on [CLS] of a sink head, and of a strong one."""
 BORDER_HEAD = 0.9
 """Mean weight on border patches of a head that prefers them: uniform attention gives them 12/17 = 0.706."""
 BLANK_HEAD = 1.5
 """Weight on blank patches, times what uniform attention gives them, of a head that prefers them."""
+PLACES = ("corners", "left and right edge", "top and bottom edge", "inside")
 TEST = 0.3
 """Share of each digit's pictures that no training sees."""
 SPLIT_SEED = 0
@@ -70,9 +79,9 @@ def digits() -> Pictures:
         datasets = importlib.import_module("sklearn.datasets")
     except ImportError as error:
         raise UsageError("the digits come with scikit-learn, which is missing; pip install 'quantsink[lab]'") from error
-    found = datasets.load_digits()
-    pixels = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(found.target, dtype=torch.long)
+    source = datasets.load_digits()
+    pixels = torch.tensor(source.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(source.target, dtype=torch.long)
     return Pictures(pixels, labels, *split(labels, TEST, SPLIT_SEED))
 
 
@@ -81,11 +90,11 @@ def split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     train, test = [], []
     for label in labels.unique():
-        own = (labels == label).nonzero()[:, 0]
-        own = own[torch.randperm(len(own), generator=generator)]
-        count = round(share * len(own))
-        test.append(own[:count])
-        train.append(own[count:])
+        members = (labels == label).nonzero()[:, 0]
+        members = members[torch.randperm(len(members), generator=generator)]
+        count = round(share * len(members))
+        test.append(members[:count])
+        train.append(members[count:])
     return torch.cat(train).sort().values, torch.cat(test).sort().values
 
 
@@ -93,6 +102,15 @@ def patches(pixels: Tensor) -> Tensor:
     """`[B, 16, 4]`: what the model reads of each patch, row by row."""
     size = pixels.shape[-1] // SIDE
     return pixels[:, 0].unfold(1, size, size).unfold(2, size, size).flatten(3).flatten(1, 2)
+
+
+def place_of(patch: int) -> str:
+    """Of a patch, by its number row by row."""
+    row, column = divmod(patch, SIDE)
+    ends = (0, SIDE - 1)
+    if column in ends:
+        return PLACES[0] if row in ends else PLACES[1]
+    return PLACES[2] if row in ends else PLACES[3]
 
 
 @dataclass(frozen=True)
@@ -108,8 +126,8 @@ class Places:
     @classmethod
     def of(cls, pixels: Tensor) -> "Places":
         each = patches(pixels).double()
-        means = each.mean(-1), each.var(-1, correction=0), (each == 0).all(-1).double()
-        return cls(*(tuple(found.mean(0).tolist()) for found in means))
+        facts = each.mean(-1), each.var(-1, correction=0), (each == 0).all(-1).double()
+        return cls(*(tuple(fact.mean(0).tolist()) for fact in facts))
 
     @property
     def blank_uniform(self) -> float:
@@ -143,36 +161,28 @@ def model_for(spec: AttentionSpec) -> PictureModel:
 
 
 @torch.enable_grad()
-def train(model: PictureModel, given: Pictures, training: Training, seed: int) -> float:
+def train(model: PictureModel, pictures: Pictures, training: Training, seed: int) -> float:
     """Fit `model` in place to the training pictures, no augmentation; the last epoch's mean loss.
 
     Raises:
         QuantSinkError: the training diverged.
     """
     generator = torch.Generator().manual_seed(seed)
-    each = len(given.train) // training.pictures
+    each = len(pictures.train) // training.pictures
     optimizer = torch.optim.AdamW(model.parameters(), training.rate, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, training.rate, each * training.epochs, pct_start=0.1)
     losses = []
     model.train()
     for _ in range(training.epochs):
-        order = given.train[torch.randperm(len(given.train), generator=generator)]
+        order = pictures.train[torch.randperm(len(pictures.train), generator=generator)]
         for batch in order[: each * training.pictures].split(training.pictures):
-            loss = cross_entropy(model(given.pixels[batch]).logits, given.labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.detach())
+            loss = cross_entropy(model(pictures.pixels[batch]).logits, pictures.labels[batch])
+            losses.append(descend(model, loss, optimizer, schedule))
     model.train(False)
-    found = float(torch.stack(losses[-each:]).mean())
-    if not math.isfinite(found):
-        raise QuantSinkError(f"{model.specs[0].name}, seed {seed}: the training diverged; give a lower rate")
-    return found
+    return final_loss(losses[-each:], model.specs[0].name, seed)
 
 
-def trained(spec: AttentionSpec, seed: int, training: Training, given: Pictures) -> tuple[PictureModel, float]:
+def trained(spec: AttentionSpec, seed: int, training: Training, pictures: Pictures) -> tuple[PictureModel, float]:
     """A new model, fitted, and its loss; the same numbers for the same arguments. All variants of a seed start from the
     same weights, but for those that only they have.
     """
@@ -180,7 +190,7 @@ def trained(spec: AttentionSpec, seed: int, training: Training, given: Pictures)
         torch.manual_seed(seed)
         plain, model = model_for(NONE), model_for(spec)
     model.load_state_dict(plain.state_dict(), strict=False)
-    return model, train(model, given, training, seed)
+    return model, train(model, pictures, training, seed)
 
 
 @dataclass(frozen=True)
@@ -247,6 +257,28 @@ class Calibrated:
     error: float
     accuracy: float
 
+    @property
+    def agrees(self) -> bool:
+        return set(self.found) == {*self.true, *self.last}
+
+    @property
+    def sinks(self) -> int:
+        return len(self.true)
+
+    @property
+    def sinks_at_the_end(self) -> int:
+        return len(self.last)
+
+
+@dataclass(frozen=True)
+class InEightBits:
+    """Attention in 8 bits by one method: error of the logits, test accuracy, and the error over `block`'s."""
+
+    method: str
+    error: float | None
+    accuracy: float
+    ratio: float | None
+
 
 @dataclass(frozen=True)
 class VisionRun:
@@ -274,6 +306,37 @@ class VisionRun:
     calibrated: Calibrated | None
     """None: an attention that transformers' interface cannot express, which calibration refuses."""
 
+    @property
+    def head_mean(self) -> HeadWeights:
+        return average(self.heads)
+
+    @property
+    def layer_means(self) -> list[HeadWeights]:
+        return [average([head for head in self.heads if head.layer == layer]) for layer in range(LAYERS)]
+
+    @property
+    def strongest(self) -> float:
+        """Of all heads, the largest mean weight on [CLS]."""
+        return max(head.patches.cls for head in self.heads)
+
+    @property
+    def preferring(self) -> dict[str, int]:
+        """Heads that prefer a place."""
+        return {
+            "cls": sum(head.patches.cls >= SINK_HEAD for head in self.heads),
+            "cls strongly": sum(head.patches.cls >= STRONG for head in self.heads),
+            "cls itself": sum(head.cls.cls >= SINK_HEAD for head in self.heads),
+            "border": sum(head.patches.border > BORDER_HEAD for head in self.heads),
+            "blank": sum(head.blank > BLANK_HEAD for head in self.heads),
+        }
+
+    @property
+    def eight_bits(self) -> list[InEightBits]:
+        """Exact first."""
+        block = self.errors[BLOCK]
+        methods = (InEightBits(m, self.errors[m], self.accuracy_8_bits[m], self.errors[m] / block) for m in METHODS)
+        return [InEightBits("exact", None, self.accuracy_exact, None), *methods]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -284,28 +347,28 @@ class Job:
 
 @torch.no_grad()
 def run_one(job: Job) -> VisionRun:
-    given = digits()
-    model, loss = trained(job.spec, job.seed, job.training, given)
-    pixels, labels = given.pixels[given.test], given.labels[given.test]
+    pictures = digits()
+    model, loss = trained(job.spec, job.seed, job.training, pictures)
+    pixels, labels = pictures.pixels[pictures.test], pictures.labels[pictures.test]
     record: list[Tensor] = []
     logits = model.run(pixels, record=record)[:, 0]
-    errors, right, exact = _in_8_bits(model, pixels, labels, job.seed)
+    exact, outputs = outputs_in_8_bits(model, pixels, methods(1, TOKENS, job.seed))
     return VisionRun(
         name=job.spec.name,
         seed=job.seed,
         pictures=len(pixels),
-        steps=len(given.train) // job.training.pictures * job.training.epochs,
+        steps=len(pictures.train) // job.training.pictures * job.training.epochs,
         loss=loss,
         accuracy=accuracy(logits, labels),
         places=Places.of(pixels),
-        heads=tuple(found for layer, w in enumerate(record) for found in head_weights(w, pixels, layer)),
+        heads=tuple(head for layer, w in enumerate(record) for head in head_weights(w, pixels, layer)),
         received=tuple(_received(w[:, :, 1:]) for w in record),
         received_from_cls=tuple(_received(w[:, :, :1]) for w in record),
         gates=gate_values(model, pixels),
-        errors=errors,
-        accuracy_8_bits=right,
-        accuracy_exact=exact,
-        calibrated=_calibrated(model, given) if job.spec.expressible else None,
+        errors={method: relative_error(output[:, 0], exact[:, 0]) for method, output in outputs.items()},
+        accuracy_8_bits={method: accuracy(output[:, 0], labels) for method, output in outputs.items()},
+        accuracy_exact=accuracy(exact[:, 0], labels),
+        calibrated=calibrate_and_quantize(model, pictures) if job.spec.expressible else None,
     )
 
 
@@ -318,22 +381,22 @@ def head_weights(weights: Tensor, pixels: Tensor, layer: int) -> list[HeadWeight
     each = patches(pixels).double()
     blank = (each == 0).all(-1)
     uniform = float(blank.double().sum(-1).mean()) / TOKENS
-    found = []
+    heads = []
     for head in range(weights.shape[1]):
-        own = weights[:, head].double()
-        received = own[:, 1:, 1:].mean(1)
-        found.append(
+        rows = weights[:, head].double()
+        received = rows[:, 1:, 1:].mean(1)
+        heads.append(
             HeadWeights(
                 layer,
                 head,
-                _rows(own[:, 1:]),
-                _rows(own[:, :1]),
+                _rows(rows[:, 1:]),
+                _rows(rows[:, :1]),
                 float((received * blank).sum(-1).mean()) / uniform if uniform else 0.0,
                 _follows(each.mean(-1), received),
                 _follows(each.var(-1, correction=0), received),
             )
         )
-    return found
+    return heads
 
 
 def _rows(weights: Tensor) -> Rows:
@@ -343,11 +406,11 @@ def _rows(weights: Tensor) -> Rows:
     )
 
 
-def _follows(own: Tensor, received: Tensor) -> Follows:
-    """Of `[B, 16]` each."""
+def _follows(fact: Tensor, received: Tensor) -> Follows:
+    """Of a property of each patch and the weight that it gets, `[B, 16]` each."""
     return Follows(
-        correlation(own.mean(0), received.mean(0)),
-        correlation((own - own.mean(0)).flatten(), (received - received.mean(0)).flatten()),
+        correlation(fact.mean(0), received.mean(0)),
+        correlation((fact - fact.mean(0)).flatten(), (received - received.mean(0)).flatten()),
     )
 
 
@@ -366,65 +429,41 @@ def gate_values(model: PictureModel, pixels: Tensor) -> tuple[GateValues, ...]:
     seen: dict[LabAttention, Tensor] = {}
     layers = [module for module in model.modules() if isinstance(module, LabAttention)]
     handles = [
-        layer.register_forward_pre_hook(lambda module, given: seen.__setitem__(module, given[0])) for layer in layers
+        layer.register_forward_pre_hook(lambda module, inputs: seen.__setitem__(module, inputs[0])) for layer in layers
     ]
     try:
         model.run(pixels)
     finally:
         for handle in handles:
             handle.remove()
-    found = []
+    gates = []
     for index, layer in enumerate(layers):
         for part in layer.mechanisms:
             if isinstance(part, OutputGatePart):
                 gate = part.gate(seen[layer]).double()
-                own = gate[:, :, 1:]
-                spread = float(own.std((0, 2, 3), correction=0).mean())
-                found.append(GateValues(index, float(own.mean()), float(gate[:, :, 0].mean()), spread))
-    return tuple(found)
+                patch_gates = gate[:, :, 1:]
+                spread = float(patch_gates.std((0, 2, 3), correction=0).mean())
+                gates.append(GateValues(index, float(patch_gates.mean()), float(gate[:, :, 0].mean()), spread))
+    return tuple(gates)
 
 
-def _in_8_bits(
-    model: PictureModel, pixels: Tensor, labels: Tensor, seed: int
-) -> tuple[dict[str, float], dict[str, float], float]:
-    """Error and accuracy by method, accuracy in float64."""
-    model, x = copy.deepcopy(model).double(), pixels.double()
-
-    def logits(bits: Bits | None) -> Tensor:
-        with in_8_bits(model, bits):
-            return model.run(x)[:, 0]
-
-    exact = logits(None)
-    found = {name: logits(bits) for name, bits in methods(1, TOKENS, seed).items()}
-    errors = {name: relative(own, exact) for name, own in found.items()}
-    return errors, {name: accuracy(own, labels) for name, own in found.items()}, accuracy(exact, labels)
-
-
-def _calibrated(model: PictureModel, given: Pictures) -> Calibrated:
-    pixels = given.pixels[given.train[:: len(given.train) // CALIBRATED][:CALIBRATED]]
+def calibrate_and_quantize(model: PictureModel, pictures: Pictures) -> Calibrated:
+    """[CLS] is the first token of an encoder's sequence, so its weight is what calibration calls BOS mass."""
+    pixels = pictures.pixels[pictures.train[:: len(pictures.train) // CALIBRATED][:CALIBRATED]]
     record: list[Tensor] = []
     model.run(pixels, record=record)
-    calibration = calibrate(model, None, pixels, seq_len=TOKENS, query_rows=None)
-    true, last = _by_head(record, 0), _by_head(record, -1)
-    found = {(head.layer, head.head): head for head in calibration.heads()}
-    quantized = copy.deepcopy(model)
-    apply(quantized, plan(calibration, "w8a8"))
-    test = given.pixels[given.test]
-    exact, logits = model(test).logits, quantized(test).logits
+    mass = weight_by_head(record, 0)
+    quantized, named, difference = calibrated(model, pixels, TOKENS, mass)
+    test = pictures.pixels[pictures.test]
+    logits = quantized(test).logits
     return Calibrated(
-        tuple(key for key, head in found.items() if head.sink),
-        tuple(key for key, mass in true.items() if mass >= SINK_HEAD),
-        tuple(key for key, mass in last.items() if mass >= SINK_HEAD),
-        max(abs(found[key].bos_mass - mass) for key, mass in true.items()),
-        relative(logits, exact),
-        accuracy(logits, given.labels[given.test]),
+        named,
+        sink_heads(mass),
+        sink_heads(weight_by_head(record, -1)),
+        difference,
+        relative_error(logits, model(test).logits),
+        accuracy(logits, pictures.labels[pictures.test]),
     )
-
-
-def _by_head(record: list[Tensor], key: int) -> dict[tuple[int, int], float]:
-    """Mean weight on one key of all queries, the [CLS] query among them, as calibration counts an encoder's."""
-    means = [weights[..., key].double().mean((0, 2)).tolist() for weights in record]
-    return {(layer, head): mean for layer, own in enumerate(means) for head, mean in enumerate(own)}
 
 
 @dataclass(frozen=True)

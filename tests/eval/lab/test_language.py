@@ -51,7 +51,7 @@ from quantsink.eval.lab.language_tables import language_plots, language_tables
 from quantsink.eval.lab.mechanisms import LearnableSinksPart
 from quantsink.eval.lab.model import TokenModel
 from quantsink.eval.lab.quantize import Bits
-from quantsink.eval.lab.tables import Spread
+from quantsink.eval.lab.seeds import Spread
 from quantsink.eval.lab.windows import WindowDecay, WindowDecayPart
 
 SHORT = Training(steps=6, sequences=2)

@@ -8,6 +8,7 @@ import torch
 
 from quantsink.errors import QuantSinkError
 from quantsink.eval.lab.attention import AttentionSpec
+from quantsink.eval.lab.measures import methods
 from quantsink.eval.lab.normalizers import ReLU
 from quantsink.eval.lab.trigger import (
     BOS,
@@ -23,7 +24,7 @@ from quantsink.eval.lab.trigger import (
     train,
     trained,
 )
-from quantsink.eval.lab.trigger_runs import LONG, Job, Scale, jobs, methods, run_one
+from quantsink.eval.lab.trigger_runs import LONG, Job, Scale, jobs, run_one
 
 
 @pytest.fixture

@@ -14,11 +14,13 @@ from torch import Tensor
 from quantsink.errors import QuantSinkError, UsageError
 from quantsink.eval.lab import vision
 from quantsink.eval.lab.model import border
+from quantsink.eval.lab.seeds import difference
 from quantsink.eval.lab.tables import markdown
 from quantsink.eval.lab.vision import (
     CONTENT,
     GATE,
     NONE,
+    PLACES,
     TOKENS,
     Places,
     Scale,
@@ -31,11 +33,12 @@ from quantsink.eval.lab.vision import (
     head_weights,
     model_for,
     patches,
+    place_of,
     run_vision,
     split,
     trained,
 )
-from quantsink.eval.lab.vision_tables import KINDS, difference, kind, vision_plots, vision_tables
+from quantsink.eval.lab.vision_tables import vision_plots, vision_tables
 
 INSIDE = (5, 6, 9, 10)
 """Of 4 x 4 patches, row by row."""
@@ -85,7 +88,7 @@ def test_patches_are_cut_row_by_row_and_the_model_reads_the_same() -> None:
 
 def test_the_border_and_the_kinds_of_places() -> None:
     assert [place for place in range(16) if not border(4)[place]] == list(INSIDE)
-    assert [KINDS.index(kind(place)) for place in range(16)] == [0, 2, 2, 0, 1, 3, 3, 1, 1, 3, 3, 1, 0, 2, 2, 0]
+    assert [PLACES.index(place_of(place)) for place in range(16)] == [0, 2, 2, 0, 1, 3, 3, 1, 1, 3, 3, 1, 0, 2, 2, 0]
 
 
 def test_facts_of_places_against_a_picture_made_by_hand() -> None:
@@ -261,7 +264,7 @@ def test_a_sink_head_is_found_by_calibration() -> None:
     attention.q_proj.weight[8, :2] = 4
     attention.k_proj.weight[8] = 0
     attention.k_proj.weight[8, 1] = 4
-    found = vision._calibrated(model, digits())
+    found = vision.calibrate_and_quantize(model, digits())
     assert (0, 1) in found.true
     assert set(found.found) == {*found.true, *found.last}
     assert found.largest_difference < 1e-6
