@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quantsink.errors import UsageError
-from quantsink.eval.lab.jobs import Progress
 from quantsink.eval.lab.output import Finding
+from quantsink.progress import Progress
 
 
 def trigger(seeds: int | None, quick: bool, workers: int | None, progress: Progress | None = None) -> Finding:

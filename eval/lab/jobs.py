@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from quantsink.progress import Progress
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is, and how much there is."""
 
 
 def run_jobs(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from quantsink.eval.lab.attention import AttentionSpec
-from quantsink.eval.lab.jobs import Progress, one_thread, run_jobs
+from quantsink.eval.lab.jobs import one_thread, run_jobs
 from quantsink.eval.lab.language import (
     LENGTH,
     Activation,
@@ -41,6 +41,7 @@ from quantsink.eval.lab.model import TokenModel
 from quantsink.eval.lab.normalizers import ReLU, Softmax, Softmax1
 from quantsink.eval.lab.quantize import BLOCK
 from quantsink.eval.lab.seeds import Group, Spread, average
+from quantsink.progress import Progress
 
 SOFTMAX = AttentionSpec(Softmax(), rotary=True)
 SOFTMAX1 = AttentionSpec(Softmax1(), rotary=True)

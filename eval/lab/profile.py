@@ -12,7 +12,6 @@ from torch import Tensor
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.calibration.text import documents, parse_spec
 from quantsink.errors import DataError, UsageError
-from quantsink.eval.lab.jobs import Progress
 from quantsink.eval.lab.profile_compare import compare
 from quantsink.eval.lab.profile_results import (
     DORMANT,
@@ -36,6 +35,7 @@ from quantsink.eval.lab.profile_weights import Passes, Text, observe, pass_key, 
 from quantsink.models.architecture import Architecture
 from quantsink.models.head_layout import AttentionLayer
 from quantsink.models.source import check_length
+from quantsink.progress import Progress
 
 FIRST, NEWEST = 3, 10
 """Tokens at the start, and newest tokens (the query's own among them), that make the two named groups."""

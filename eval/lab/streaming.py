@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from quantsink.errors import ArchitectureError, DataError, QuantSinkError, UsageError
-from quantsink.eval.lab.jobs import Progress
 from quantsink.eval.lab.profile_weights import (
     QUERY_BLOCK,
     Passes,
@@ -35,6 +34,7 @@ from quantsink.models.head_layout import AttentionLayer
 from quantsink.models.inputs import input_device
 from quantsink.models.observe import Attend, intercepting
 from quantsink.models.source import check_length, check_vocabulary
+from quantsink.progress import Progress
 
 TOKENS, WINDOW, SINKS = 4096, 256, 4
 CONTROL = range(16, 64)

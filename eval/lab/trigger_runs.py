@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.eval.lab.attention import AttentionSpec
-from quantsink.eval.lab.jobs import Progress, run_jobs
+from quantsink.eval.lab.jobs import run_jobs
 from quantsink.eval.lab.measures import (
     FRESH,
     METHODS,
@@ -26,6 +26,7 @@ from quantsink.eval.lab.model import FeatureModel
 from quantsink.eval.lab.normalizers import ClippedSoftmax, Entmax, ReLU, Softmax, Softmax1, Sparsemax
 from quantsink.eval.lab.quantize import BLOCK
 from quantsink.eval.lab.trigger import HeadWeights, Solved, Task, Training, head_weights, solved, strong_heads, trained
+from quantsink.progress import Progress
 
 VARIANTS = (
     AttentionSpec(Softmax()),

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from quantsink.errors import UsageError
 from quantsink.eval.lab.attention import AttentionSpec, LabAttention
-from quantsink.eval.lab.jobs import Progress, run_jobs
+from quantsink.eval.lab.jobs import run_jobs
 from quantsink.eval.lab.measures import (
     METHODS,
     SINK_HEAD,
@@ -33,6 +33,7 @@ from quantsink.eval.lab.normalizers import Softmax
 from quantsink.eval.lab.quantize import BLOCK
 from quantsink.eval.lab.seeds import average
 from quantsink.eval.lab.training import descend, final_loss
+from quantsink.progress import Progress
 
 SIDE = 4
 """Patches along a picture's side."""
