@@ -28,6 +28,7 @@ from quantsink.models.architecture import Architecture
 from quantsink.models.fingerprint import model_fingerprint
 from quantsink.models.head_layout import AttentionLayer
 from quantsink.plan import CachePlan
+from quantsink.recipe import KVCache
 
 LEVELS = {"sink": 0.3, "strong": 0.8, "dormant": 0.98}
 """Report levels of BOS mass."""
@@ -129,8 +130,11 @@ class Calibration:
                 )
         return heads
 
-    def cache_plan(self, model: Any, **options: Any) -> CachePlan:
-        """The plan of a `SinkCache` for `model`; options as in `SinkCache.from_calibration`.
+    def cache_plan(self, model: Any, options: KVCache | None = None, **named: Any) -> CachePlan:
+        """The plan of a `SinkCache` for `model`.
+
+        Args:
+            options: or each by its name, as in `SinkCache.from_calibration`.
 
         Raises:
             CalibrationError: another model's calibration, or one that lacks what the options need.
@@ -140,7 +144,7 @@ class Calibration:
 
         if getattr(model, "quantization_method", None) is None:
             self.check_model(model_fingerprint(model), Architecture.of(model), type(model).__name__)
-        return cache_plan(self, **options)
+        return cache_plan(self, KVCache(**{"bits": 4, **named}) if options is None else options)
 
     def save(self, folder: str | Path) -> None:
         """Write `calibration.safetensors`, then `calibration.json`, each whole; the JSON file makes it complete."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantsink.calibration.cache_plan import cache_options, cache_plan
+from quantsink.calibration.cache_plan import cache_plan
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.records import Head
 from quantsink.calibration.statistics import BIN_WIDTH, Fields
@@ -71,7 +71,7 @@ def plan(calibration: Calibration, recipe: str | Recipe = "w8a8") -> Plan:
         notes.append(f"{len(unused)} experts were sent no token in calibration: {', '.join(unused)}")
     cache = None
     if recipe.kv_cache.bits is not None:
-        cache = cache_plan(calibration, **cache_options(recipe.kv_cache))
+        cache = cache_plan(calibration, recipe.kv_cache)
     return Plan(recipe, sink_size, linears, attentions, experts, cache, tuple(notes))
 
 

@@ -1,4 +1,4 @@
-"""The rows of a report that differ in their KV cache alone, and what a cache truly weighs."""
+"""The rows of a report that differ only in their KV cache, and the real size of a cache."""
 
 import dataclasses
 import importlib.util
@@ -16,15 +16,14 @@ from quantsink.errors import CalibrationError, UsageError
 from quantsink.eval.divergence import MakeCache
 from quantsink.eval.methods import Method, NotRunError, one_line
 from quantsink.eval.perplexity import EvalWindow
+from quantsink.recipe import WIDTHS
 
-WIDTHS = (8, 4, 3, 2)
-"""Bits of a coded number that `--kv-bits` takes."""
 HQQ = {"axis_key": 1, "axis_value": 1, "q_group_size": 64, "residual_length": 128}
 """Groups of 64 numbers of one token, up to 128 tokens exact."""
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """`8,4,3,2` or some of it.
+    """The value of `--kv-bits`: `8,4,3,2` or some of these.
 
     Raises:
         UsageError: another width.
@@ -53,18 +52,21 @@ def _sink_caches(bits: int) -> list[Method]:
             ("-uniform", f"every head {bits} bits", {"widths": "uniform"}),
             ("-random", "as many heads of each width, chosen at random", {"widths": "random"}),
         ]
-    found = [_cached(f"kv{bits}{end}", words, "cache", _sink_cache(bits, options)) for end, words, options in rows]
+    methods = [
+        _cached(f"kv{bits}{suffix}", description, "cache", _sink_cache(bits, options))
+        for suffix, description, options in rows
+    ]
     if bits == max(WIDTHS):
-        words = "heads that calibration saw looking only near forget all but sinks and the newest 256 tokens"
-        found += [
-            _cached(f"kv{bits}-stream", words, "cache", _streaming(bits, None)),
+        description = "heads that were local in calibration forget all but sinks and the newest 256 tokens"
+        methods += [
+            _cached(f"kv{bits}-stream", description, "cache", _streaming(bits, None)),
             _cached(f"kv{bits}-stream-random", "as many heads forget, chosen at random", "cache", _streaming(bits, 0)),
         ]
-    return found
+    return methods
 
 
 def _streaming(bits: int, seed: int | None) -> Callable[[Any, Calibration | None], MakeCache]:
-    """`stream="auto"`; with a seed the heads that stream are dealt anew, which is the control."""
+    """`stream="auto"`; with a seed the heads that stream are shuffled, which is the control."""
 
     def prepare(model: Any, calibration: Calibration | None) -> MakeCache:
         from quantsink.hf.sink_cache import SinkCache
@@ -75,17 +77,14 @@ def _streaming(bits: int, seed: int | None) -> Callable[[Any, Calibration | None
             plan = calibration.cache_plan(model, bits=bits, stream="auto")
         except CalibrationError as error:
             raise NotRunError(str(error)) from error
-        windows = [window for layer in plan.layers.values() for window in layer.windows]
+        windows = [window for layer in plan.windows.values() for window in layer]
         if not any(windows):
-            raise NotRunError("no head of this model looks only near")
+            raise NotRunError("no head of this model is local")
         if seed is not None:
             random.Random(seed).shuffle(windows)
-            dealt = iter(windows)
-            layers = {
-                name: dataclasses.replace(layer, windows=tuple(next(dealt) for _ in layer.windows))
-                for name, layer in plan.layers.items()
-            }
-            plan = dataclasses.replace(plan, layers=layers)
+            shuffled = iter(windows)
+            by_layer = {name: tuple(next(shuffled) for _ in layer) for name, layer in plan.windows.items()}
+            plan = dataclasses.replace(plan, windows=by_layer)
         return lambda: SinkCache(model, plan)
 
     return prepare
@@ -104,7 +103,7 @@ def _sink_cache(bits: int, options: dict[str, Any]) -> Callable[[Any, Calibratio
 
 
 def _hqq(bits: int) -> Method:
-    """transformers' own quantized cache. One that cannot hold two updates does not run: HQQ's at 3 bits."""
+    """transformers' own quantized cache. It is tried with two updates first, which fails for HQQ at 3 bits."""
 
     def prepare(model: Any, _: Calibration | None) -> MakeCache:
         if importlib.util.find_spec("hqq") is None:
@@ -123,8 +122,8 @@ def _hqq(bits: int) -> Method:
             raise NotRunError(f"HQQ's {bits}-bit cache does not run on this model: {one_line(error)}") from error
         return make
 
-    words = f"transformers' QuantizedCache, HQQ at {bits} bits, groups of {HQQ['q_group_size']}"
-    return _cached(f"hqq-kv{bits}", words, "peer-cache", prepare, calibrated=False)
+    description = f"transformers' QuantizedCache, HQQ at {bits} bits, groups of {HQQ['q_group_size']}"
+    return _cached(f"hqq-kv{bits}", description, "peer-cache", prepare, calibrated=False)
 
 
 def _cached(
@@ -140,7 +139,7 @@ def _cached(
 
 @dataclass
 class Weight:
-    """What the longest window's cache weighed; of windows alike, the last one's."""
+    """The size of the longest window's cache; of several of one length, the last one's."""
 
     tokens: int = 0
     bits: float = 0.0
@@ -159,21 +158,21 @@ def cache_bytes(cache: Any) -> int:
 
 
 def cache_bits(cache: Any) -> float:
-    """Real bits of a coded number, its share of scales and zero points as stored; of any number where none is coded."""
+    """Real bits per coded number, its share of scales and zero points included; per number where none is coded."""
     bits = float(getattr(cache, "bits_per_number", math.nan))
     if math.isfinite(bits):
         return bits
-    coded = [held for layer in cache.layers for held in _coded(layer)]
+    coded = [pair for layer in cache.layers for pair in _coded(layer)]
     if coded:  # HQQ: (codes, {"shape", "scale", "zero", ...})
-        numbers: int = sum(math.prod(about["shape"]) for _, about in coded)
+        numbers: int = sum(math.prod(meta["shape"]) for _, meta in coded)
         return 8 * sum(_bytes(tensor) for tensor in _tensors(coded)) / numbers
     tensors = [tensor for layer in cache.layers for tensor in _tensors(vars(layer))]
     return 8 * sum(map(_bytes, tensors)) / sum(tensor.numel() for tensor in tensors)
 
 
 def _coded(layer: Any) -> list[Any]:
-    found = [getattr(layer, name, None) for name in ("_quantized_keys", "_quantized_values")]
-    return [held for held in found if held is not None]
+    pairs = [getattr(layer, name, None) for name in ("_quantized_keys", "_quantized_values")]
+    return [pair for pair in pairs if pair is not None]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""True sizes: bytes of the tensors as stored, scales, tables and native slices counted, tied ones once."""
+"""Real sizes: bytes of the tensors as stored, with scales, tables and native slices; tied tensors count once."""
 
 import json
 import struct
@@ -62,7 +62,7 @@ def payload_on_disk(folder: Path) -> int:
 
 
 def _file_payload(path: Path) -> int:
-    """The format: 8 bytes header length, a JSON header with each tensor's offsets, then the tensors end to end."""
+    """The format: the header's length in 8 bytes, a JSON header with each tensor's offsets, the tensors end to end."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

@@ -1,10 +1,11 @@
 """One long text through a rolling cache, sinks kept or dropped: perplexity and memory along the way.
 
-StreamingLLM (Xiao et al., 2024, section 3.1) saw a rolling cache fail from the moment the first tokens leave it. Here
-both caches may hold equally many tokens at the same bits; what differs is whether the sinks are among them.
+In StreamingLLM (Xiao et al., 2024, section 3.1) a rolling cache fails from the moment the first tokens leave it. Here
+both caches hold at most the same number of tokens at the same bits; they differ in whether the sinks are among them.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +23,20 @@ from quantsink.eval.bootstrap import perplexity
 from quantsink.eval.divergence import CHUNK_ELEMENTS, WindowSums, evaluating
 from quantsink.models.inputs import cache_argument
 from quantsink.models.source import check_length
-from quantsink.plan import CacheLayerPlan, CachePlan
+from quantsink.plan import CachePlan
 from quantsink.progress import Progress
+from quantsink.recipe import LEAST_SINKS, KVCache
 
 CHUNK = 256
 """Tokens fed at a time."""
 POINTS = 16
-"""Stretches of a stream, alike in length, each a point of a curve."""
+"""Stretches of equal length of a stream, each a point of a curve."""
 KEPT, DROPPED = "sinks kept", "sinks dropped"
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """What runs through both caches. `ids` `[N + 1]` int64: N are fed, all but the first chunk's successors scored.
+    """What both caches read. `ids` `[N + 1]` int64: N tokens are fed; all are scored but those of the first chunk.
 
     bits: of the cache. max_length: tokens that it may hold, sinks included.
     """
@@ -97,20 +99,20 @@ def check_tokens(tokens: int) -> None:
 def read_stream(
     tokenizer: Any, spec: str, *, tokens: int, bits: int = 8, max_length: int = 2048, bos: bool = True
 ) -> Stream:
-    """The first `tokens` tokens of a text spec, its documents one behind the other, behind one BOS.
+    """One BOS and the first `tokens` tokens of a text spec, its documents one after the other.
 
-    Without a BOS there is one token more of the text: the first is fed and not scored.
+    Without a BOS one more token of the text is read; the first is fed and not scored.
 
     Raises:
-        UsageError: a number of tokens that cannot be meant, or more than the text has.
+        UsageError: an invalid number of tokens, or more than the text has.
     """
     check_tokens(tokens)
     source = parse_spec(spec)
     prefix = [tokenizer.bos_token_id] if bos and tokenizer.bos_token_id is not None else []
-    wanted = tokens + 1 - len(prefix)
-    limit = wanted + 2  # reading stops where fewer than two tokens are left
-    ids = torch.cat(tokenized(tokenizer, source, seq_len=limit, max_tokens=limit, bos=False).ids)[:wanted]
-    if len(ids) < wanted:
+    length = tokens + 1 - len(prefix)
+    limit = length + 2  # reading stops where fewer than two tokens are left
+    ids = torch.cat(tokenized(tokenizer, source, seq_len=limit, max_tokens=limit, bos=False).ids)[:length]
+    if len(ids) < length:
         raise UsageError(
             f"--rolling {tokens}: {source.name} has {len(ids):,} tokens; give fewer, or a longer text with --data"
         )
@@ -123,17 +125,15 @@ def check_rolling(model: Any, stream: Stream) -> None:
     Raises:
         UsageError: more tokens than the model was made for, or too few for a chunk. ArchitectureError: as `SinkCache`.
     """
-    from quantsink.cache.layer import SinkLayer
-    from quantsink.calibration.cache_plan import SINKS
     from quantsink.hf.sink_cache import SinkCache
     from quantsink.models.architecture import attention_layers
 
     check_length(model, stream.max_length, "--rolling-length")
-    heads = {layer.name: layer.kv_heads for layer in attention_layers(model)}
-    layers = {name: CacheLayerPlan((stream.bits,) * count, (0,) * count) for name, count in heads.items()}
+    options = KVCache(sink_size=LEAST_SINKS, rounding="nearest", max_length=stream.max_length)
+    bits = {layer.name: (stream.bits,) * layer.kv_heads for layer in attention_layers(model)}
     with _attention_restored(model):
-        cache = SinkCache(model, CachePlan(SINKS, 64, stream.max_length, layers))
-    least = max((layer.rule.held for layer in cache.layers if isinstance(layer, SinkLayer)), default=0) + CHUNK
+        cache = SinkCache(model, CachePlan(options, bits))
+    least = max((policy.max_exact for policy in cache.policies if policy.kind == "codes"), default=0) + CHUNK
     if stream.max_length < least:
         raise UsageError(
             f"--rolling-length {stream.max_length}: at least {least}: sinks, the newest tokens and {CHUNK} more"
@@ -148,10 +148,10 @@ def plan_rolling(model: Any, calibration: Calibration, stream: Stream) -> dict[s
     """
     from quantsink.hf.sink_cache import SinkCache
 
-    options = {"bits": stream.bits, "max_length": stream.max_length}
+    options = KVCache(bits=stream.bits, max_length=stream.max_length)
     plans = {
-        KEPT: calibration.cache_plan(model, **options),
-        DROPPED: calibration.cache_plan(model, **options, sink_size=0),
+        KEPT: calibration.cache_plan(model, options),
+        DROPPED: calibration.cache_plan(model, dataclasses.replace(options, sink_size=0)),
     }
     with _attention_restored(model):
         for plan in plans.values():
@@ -162,7 +162,7 @@ def plan_rolling(model: Any, calibration: Calibration, stream: Stream) -> dict[s
 def measure_rolling(
     model: Any, plans: dict[str, CachePlan], stream: Stream, progress: Progress | None = None
 ) -> tuple[RollingCurve, ...]:
-    """Both curves; `model` stays as it is.
+    """Both curves. `model` stays as it is.
 
     Raises:
         QuantSinkError: logits that are not finite; the message names the curve and the place.
@@ -170,16 +170,17 @@ def measure_rolling(
     from quantsink.hf.sink_cache import SinkCache
 
     trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    found = []
+    curves = []
     with _attention_restored(model):
         for method, plan in plans.items():
             cache = SinkCache(model, plan)
-            words = f"{plan.sinks} first tokens exact for good" if plan.sinks else "no token stays, the oldest goes"
+            sinks = plan.sink_size
+            description = f"{sinks} first tokens exact for good" if sinks else "no token stays, the oldest goes"
             points = _run(model, cache, stream, f"rolling, {method}", progress)
-            found.append(
-                RollingCurve(method, words, cache.bits_per_number, plan.sinks, stream.max_length, trained, points)
+            curves.append(
+                RollingCurve(method, description, cache.bits_per_number, sinks, stream.max_length, trained, points)
             )
-    return tuple(found)
+    return tuple(curves)
 
 
 @torch.no_grad()
@@ -190,11 +191,11 @@ def _run(model: Any, cache: Any, stream: Stream, name: str, progress: Progress |
     points, nll, scored = [], 0.0, 0
     _restart_peak()
     with evaluating(model):
-        for number, (part, wanted) in enumerate(zip(inputs, targets, strict=True), 1):
+        for number, (part, target) in enumerate(zip(inputs, targets, strict=True), 1):
             logits = model(input_ids=part[None], use_cache=True, **argument).logits[0]
             if number > 1:
-                nll += _nll(logits, wanted, f"{name}: token {number * CHUNK:,}")
-                scored += len(wanted)
+                nll += _nll(logits, target, f"{name}: token {number * CHUNK:,}")
+                scored += len(target)
             del logits
             if number % (len(inputs) // POINTS) == 0:
                 ppl = perplexity([WindowSums(nll, 0.0, 0, scored)])
@@ -208,7 +209,7 @@ def _run(model: Any, cache: Any, stream: Stream, name: str, progress: Progress |
 def _nll(logits: Tensor, targets: Tensor, place: str) -> float:
     step = max(1, CHUNK_ELEMENTS // logits.shape[1])
     parts = zip(logits.split(step), targets.split(step), strict=True)
-    losses = torch.cat([cross_entropy(rows.float(), wanted, reduction="none") for rows, wanted in parts])
+    losses = torch.cat([cross_entropy(rows.float(), target, reduction="none") for rows, target in parts])
     if not bool(torch.isfinite(losses).all()):
         raise QuantSinkError(f"{place}: its logits contain NaN or inf; no figure can be given for it")
     return float(losses.sum(dtype=torch.float64))
@@ -216,7 +217,7 @@ def _nll(logits: Tensor, targets: Tensor, place: str) -> float:
 
 @contextlib.contextmanager
 def _attention_restored(model: Any) -> Iterator[None]:
-    """A `SinkCache` sets its model's attention; afterwards it is the model's own again."""
+    """Give the model its own attention back, which a `SinkCache` replaces."""
     before = model.config._attn_implementation
     try:
         yield
@@ -229,7 +230,7 @@ _PROC = Path("/proc/self")
 
 
 def _restart_peak() -> None:
-    """Let Linux count the largest resident memory anew, so that loading the model is not part of a curve's."""
+    """Reset Linux's count of the largest resident memory, so that a curve does not include loading the model."""
     with contextlib.suppress(OSError):
         (_PROC / "clear_refs").write_text("5")
 

@@ -6,10 +6,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from quantsink.errors import CacheError
 from quantsink.kernels import Route
-from quantsink.recipe import Recipe
+from quantsink.recipe import WIDTHS, KVCache, Recipe, Rounding
 
-__all__ = ["AttentionPlan", "CacheLayerPlan", "CachePlan", "LinearPlan", "Plan", "Route", "head_plan"]
+__all__ = ["AttentionPlan", "CachePlan", "LinearPlan", "Plan", "Route", "head_plan"]
 
 
 @dataclass(frozen=True)
@@ -45,31 +46,42 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class CacheLayerPlan:
-    """The KV cache of one full-attention layer of KVH key/value heads."""
-
-    bits: tuple[int, ...]
-    """`[KVH]` bits of a code: 8, 4, 3 or 2."""
-    windows: tuple[int, ...]
-    """`[KVH]` newest tokens that a head keeps beside its sinks (a streaming head); 0: all."""
-
-
-@dataclass(frozen=True)
 class CachePlan:
     """What a `SinkCache` keeps, by attention module. Sliding-window layers are not in it: they keep their window exact.
 
-    sinks: first real tokens of each row that stay exact. residual: newest tokens that do. max_length: tokens that a
-    layer may hold, the oldest but the sinks go first; None: all.
+    Raises:
+        CacheError: a width or a window that codes do not have, or options without a `sink_size`.
     """
 
-    sinks: int
-    residual: int
-    max_length: int | None
-    layers: Mapping[str, CacheLayerPlan]
-    rounding: Literal["query", "nearest"] = "nearest"
-    """How a key's codes are chosen: for the scores of calibrated queries, or each number by itself."""
+    options: KVCache
+    """`sink_size` is a number: `KVCache.with_sinks`."""
+    bits: Mapping[str, tuple[int, ...]]
+    """`[KVH]` bits of a code in each layer: 8, 4, 3 or 2."""
+    windows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """`[KVH]` newest tokens that a head keeps beside its sinks (a streaming head); 0, or no entry: all."""
     query_gram: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Where `rounding` is `query`: float32 `[KVH, D, D]`, the mean of `q q^T` over the queries of a head's group."""
+
+    def __post_init__(self) -> None:
+        if self.options.sink_size is None:
+            raise CacheError("CachePlan: sink_size is None; a plan needs a number")
+        for name, bits in self.bits.items():
+            windows = self.windows.get(name, (0,) * len(bits))
+            if not bits or any(type(width) is not int or width not in WIDTHS for width in bits):
+                raise CacheError(f"{name}: bits {list(bits)}: one of {', '.join(map(str, WIDTHS))} for each KV head")
+            if len(windows) != len(bits) or any(type(window) is not int or window < 0 for window in windows):
+                raise CacheError(f"{name}: windows {list(windows)}: a whole number for each KV head, 0 for all tokens")
+
+    @property
+    def sink_size(self) -> int:
+        """First real tokens of each row that stay exact."""
+        assert self.options.sink_size is not None
+        return self.options.sink_size
+
+    @property
+    def rounding(self) -> Rounding:
+        """How a key's codes are chosen."""
+        return self.options.rounding
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,18 @@ from typing import Any, Literal
 from quantsink import strict_json
 from quantsink.errors import RecipeError
 
+WIDTHS = (8, 4, 3, 2)
+BLOCK = 64
+"""Bits of a cache's codes, and tokens per block: the kernels' own, repeated so that a recipe needs no PyTorch."""
+LEAST_SINKS = 4
+"""Exact sink tokens at least: two bits profit from four (docs/decisions/0007-cache.md)."""
+Widths = Literal["measured", "uniform", "random"]
+Rounding = Literal["query", "nearest"]
+WIDTH_CHOICES: tuple[str, ...] = typing.get_args(Widths)
+ROUNDING_CHOICES: tuple[str, ...] = typing.get_args(Rounding)
+NOT_REQUIRED = ("bits", "sink_size", "max_length")
+"""Options of a cache that may be None."""
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -56,23 +68,60 @@ class Attention:
 
 @dataclass(frozen=True)
 class KVCache:
-    """The `SinkCache` that a model makes for itself; docs/cache.md. Without `bits` it makes none."""
+    """The options of a `SinkCache` (docs/cache.md): the recipe's `kv_cache`, and the arguments of
+    `SinkCache.from_calibration`. Their rules are checked here and nowhere else.
+
+    Raises:
+        RecipeError: an invalid option.
+    """
 
     bits: float | None = None
-    """Of a code, on average over the KV heads: 2 to 8."""
+    """Of a code, on average over the KV heads: 2 to 8. None, in a recipe: the model makes an ordinary cache."""
     sink_size: int | None = None
     """First tokens that stay exact; None: as many as the calibration counts, at least 4."""
     residual: int = 64
     """Newest tokens that stay exact."""
-    widths: Literal["measured", "uniform", "random"] = "measured"
+    widths: Widths = "measured"
     """Bits by head: where the calibration measured most error, the same everywhere, or shuffled (the control)."""
-    rounding: Literal["query", "nearest"] = "query"
+    rounding: Rounding = "query"
     """How keys are rounded: for the scores of calibrated queries, or each number by itself."""
     stream: str = "off"
-    """`auto`: heads that look only at sinks and the newest 256 tokens forget the rest; a number: that many tokens."""
+    """`auto`: heads that look only at sinks and the newest 256 tokens forget the rest; a number: that many tokens. A
+    number given as int is kept as its digits, as JSON has it."""
     max_length: int | None = None
     """Tokens that a rolling cache holds; None: all."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stream, int) and not isinstance(self.stream, bool):
+            object.__setattr__(self, "stream", str(self.stream))
+        narrow, wide = min(WIDTHS), max(WIDTHS)
+        self._check("bits", _is_number(self.bits, narrow, wide), f"a number from {narrow} to {wide}")
+        if self.widths == "uniform":
+            self._check("bits", self.bits in WIDTHS, f"with uniform widths one of {', '.join(map(str, WIDTHS))}")
+        self._check("sink_size", _is_count(self.sink_size), "a whole number, 0 or more")
+        self._check("residual", self.residual is not None and _is_count(self.residual), "a whole number, 0 or more")
+        self._check("widths", self.widths in WIDTH_CHOICES, f"one of {', '.join(WIDTH_CHOICES)}")
+        self._check("rounding", self.rounding in ROUNDING_CHOICES, f"one of {', '.join(ROUNDING_CHOICES)}")
+        streams = self.stream in ("auto", "off") or _is_digits(self.stream)
+        self._check("stream", streams, "auto, off or a number of tokens")
+        exact = (LEAST_SINKS if self.sink_size is None else self.sink_size) + self.residual
+        least = exact + 2 * BLOCK
+        reason = f"a whole number, at least {least} (sink_size, residual and two blocks of {BLOCK})"
+        self._check("max_length", _is_count(self.max_length, least), reason)
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        self._check("seed", whole and self.seed >= 0, "a whole number, 0 or more")
+
+    def _check(self, name: str, valid: bool, expected: str) -> None:
+        value = getattr(self, name)
+        if not valid and (value is not None or name not in NOT_REQUIRED):
+            raise RecipeError(f"kv_cache.{name}: expected {expected}, found {strict_json.shown(value)}")
+
+    def with_sinks(self, calibrated: int) -> "KVCache":
+        """The same options with a number for `sink_size`: `calibrated`, at least 4, where it is None."""
+        if self.sink_size is not None:
+            return self
+        return dataclasses.replace(self, sink_size=max(calibrated, LEAST_SINKS))
 
 
 @dataclass(frozen=True)
@@ -111,9 +160,6 @@ class Recipe:
         _check(0 < t.clip.bound < math.inf and t.clip.max_loss >= 0, "attention.clip: bound > 0 and max_loss >= 0")
         _check(t.block > 0 and t.block <= 1040, "attention.block: 1 to 1040 keys, so that INT8 sums stay exact")
         _check(t.native_heads >= 0, "attention.native_heads: 0 or more")
-        kv = self.kv_cache
-        _check(kv.bits is None or 2 <= kv.bits <= 8, "kv_cache.bits: from 2 to 8")
-        _check(kv.stream in ("off", "auto") or _number(kv.stream), "kv_cache.stream: off, auto or a number of tokens")
         _check(self.sink_size is None or self.sink_size >= 1, "sink_size: 1 or more")
         _check(0 < self.sink_threshold <= 1, "sink_threshold: above 0, up to 1")
         _check(0 < self.entropy_threshold <= 1, "entropy_threshold: above 0, up to 1")
@@ -133,7 +179,7 @@ class Recipe:
         except ValueError as error:
             raise RecipeError(f"{error}; `quantsink recipe` prints a good one") from None
         except RecipeError as error:
-            raise RecipeError(f"{place}{str(error).removeprefix('recipe')}") from None
+            raise RecipeError(f"{place}: {str(error).removeprefix('recipe: ')}") from None
 
     @classmethod
     def from_json(cls, text: str, place: str = "recipe") -> "Recipe":
@@ -155,8 +201,9 @@ class Recipe:
         except UnicodeDecodeError:
             raise RecipeError(f"{name}: a recipe is UTF-8 JSON; write one with `quantsink recipe`") from None
         except (OSError, ValueError):  # no such file, a folder, a name that no file can have
-            wanted = strict_json.shown(str(name))
-            raise RecipeError(f"recipe {wanted}: neither a preset ({', '.join(PRESETS)}) nor a file") from None
+            raise RecipeError(
+                f"recipe {strict_json.shown(str(name))}: neither a preset ({', '.join(PRESETS)}) nor a file"
+            ) from None
         return cls.from_json(text, str(name))
 
 
@@ -166,21 +213,31 @@ def excluded(name: str, patterns: Iterable[str]) -> bool:
 
 
 def matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
+    """Whether the components of `pattern` match consecutive components of `name`."""
+    parts, patterns = name.split("."), pattern.split(".")
     return any(
-        all(fnmatch.fnmatchcase(part, want) for part, want in zip(parts[first:], wanted, strict=False))
-        for first in range(len(parts) - len(wanted) + 1)
+        all(fnmatch.fnmatchcase(*pair) for pair in zip(parts[first:], patterns, strict=False))
+        for first in range(len(parts) - len(patterns) + 1)
     )
 
 
-def _check(good: bool, message: str) -> None:
-    if not good:
+def _check(valid: bool, message: str) -> None:
+    if not valid:
         raise RecipeError(f"recipe: {message}")
 
 
-def _number(text: str) -> bool:
-    """Digits that `int` takes; str.isdigit also knows superscripts."""
-    return text.isascii() and text.isdigit() and len(text) < 10
+def _is_number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    """A whole number that fits into 31 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
+
+
+def _is_digits(text: object) -> bool:
+    """A number of tokens above 0, in digits that `int` takes; str.isdigit also knows superscripts."""
+    return isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0
 
 
 def _plain(value: Any) -> Any:

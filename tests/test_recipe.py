@@ -5,7 +5,8 @@ import math
 import pytest
 
 from quantsink.errors import RecipeError
-from quantsink.recipe import PRESETS, Activations, Attention, Clip, Recipe, excluded
+from quantsink.kernels.coded_attention import codes
+from quantsink.recipe import BLOCK, PRESETS, WIDTHS, Activations, Attention, Clip, KVCache, Recipe, excluded
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -27,7 +28,7 @@ def test_every_field_survives_json():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"wieghts": "int8"}', "unknown key 'wieghts'"),
         ('{"attention": {"clip": {"bond": 3}}}', "recipe.attention.clip: unknown key 'bond'"),
@@ -44,15 +45,61 @@ def test_every_field_survives_json():
             '{"weights": "native", "activations": {"kind": "native"}, "output_head": "int8"}',
             "output_head: int8 needs weights: int8",
         ),
+        ('{"kv_cache": {"bits": 9}}', "recipe: kv_cache.bits: expected a number from 2 to 8, found 9"),
         ("[]", "expected an object"),
         ("{", "not valid JSON"),
     ],
 )
-def test_bad_recipes_are_refused_in_one_line(text, said):
+def test_bad_recipes_are_refused_in_one_line(text, message):
     with pytest.raises(RecipeError) as error:
         Recipe.from_json(text)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 1}, "bits: expected a number from 2 to 8, found 1"),
+        ({"bits": "4"}, "bits: expected a number from 2 to 8, found '4'"),
+        ({"bits": math.nan}, "bits: expected a number from 2 to 8"),
+        ({"bits": 4.5, "widths": "uniform"}, "bits: expected with uniform widths one of 8, 4, 3, 2, found 4.5"),
+        ({"sink_size": -1}, "sink_size: expected a whole number, 0 or more, found -1"),
+        ({"sink_size": True}, "sink_size: expected a whole number"),
+        ({"residual": 2.5}, "residual: expected a whole number"),
+        ({"residual": None}, "residual: expected a whole number"),
+        ({"widths": "best"}, "widths: expected one of measured, uniform, random, found 'best'"),
+        ({"rounding": "up"}, "rounding: expected one of query, nearest, found 'up'"),
+        ({"stream": "on"}, "stream: expected auto, off or a number of tokens, found 'on'"),
+        ({"stream": 0}, "stream: expected auto, off or a number of tokens, found '0'"),
+        ({"stream": True}, "stream: expected auto, off or a number of tokens, found True"),
+        ({"sink_size": 4, "residual": 64, "max_length": 195}, "max_length: expected a whole number, at least 196"),
+        ({"max_length": 195}, "at least 196 (sink_size, residual and two blocks of 64), found 195"),
+        ({"seed": -1}, "seed: expected a whole number"),
+    ],
+)
+def test_invalid_cache_options_are_refused_where_they_are_given(options, message):
+    with pytest.raises(RecipeError) as error:
+        KVCache(**options)
+    assert message in str(error.value)
+    assert str(error.value).startswith("kv_cache.")
+
+
+def test_cache_options_take_the_calibrations_sinks_and_four_at_least():
+    assert KVCache().with_sinks(1).sink_size == 4
+    assert KVCache().with_sinks(6).sink_size == 6
+    assert KVCache(sink_size=0).with_sinks(6).sink_size == 0
+    with pytest.raises(RecipeError, match="at least 204"):
+        KVCache(max_length=200).with_sinks(12)
+
+
+def test_streamed_tokens_may_be_given_as_a_number():
+    assert KVCache(stream=256) == KVCache(stream="256")
+    assert Recipe.from_json(Recipe(kv_cache=KVCache(stream=256)).to_json()).kv_cache.stream == "256"
+
+
+def test_widths_and_blocks_are_those_of_the_kernels():
+    assert (WIDTHS, BLOCK) == (codes.WIDTHS, codes.BLOCK)
 
 
 def test_recipes_are_frozen():

@@ -28,7 +28,8 @@ from quantsink.cache.layer import SinkLayer
 from quantsink.hf.sink_cache import SinkCache
 from quantsink.models.architecture import Architecture
 from quantsink.models.inputs import cache_argument
-from quantsink.plan import CacheLayerPlan, CachePlan
+from quantsink.plan import CachePlan
+from quantsink.recipe import KVCache
 
 TOKENS = 32768
 CHUNK = 1024
@@ -64,9 +65,8 @@ def main() -> None:
 def uniform(model: Any, bits: int) -> CachePlan:
     """Every head at one width, four sinks, no calibration: time and bytes do not depend on one."""
     layers = Architecture.of(model).attentions
-    return CachePlan(
-        4, 64, None, {layer.name: CacheLayerPlan((bits,) * layer.kv_heads, (0,) * layer.kv_heads) for layer in layers}
-    )
+    options = KVCache(sink_size=4, rounding="nearest")
+    return CachePlan(options, {layer.name: (bits,) * layer.kv_heads for layer in layers})
 
 
 def states(model: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""What a pass carries through the model in place of cached keys and values, and of its mask."""
+"""Placeholders for cached keys and values on their way through the model, and the mask of a pass, read once."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,23 @@ if TYPE_CHECKING:
     from quantsink.cache.layer import SinkLayer
 
 
-class Standin(Tensor):
-    """Has the shape, type and device of cached keys (or values) and no data: they are codes. Only quantsink's attention
-    knows what to do with it; every other use is an error that says so."""
+class Placeholder(Tensor):
+    """A tensor with the shape, type and device of cached keys (or values) and no data, because the data are codes.
+
+    Only quantsink's attention reads it. Every other use is an error that says what to do.
+    """
 
     layer: "SinkLayer"
 
     @staticmethod
-    def of(like: Tensor, length: int, layer: "SinkLayer") -> "Standin":
+    def of(like: Tensor, length: int, layer: "SinkLayer") -> "Placeholder":
+        """In place of `length` tokens like `like` `[B, KVH, L, D]`."""
         shape = (*like.shape[:2], length, like.shape[3])
-        made: Standin = Tensor._make_wrapper_subclass(Standin, shape, dtype=like.dtype, device=like.device)
-        made.layer = layer
-        return made
+        placeholder: Placeholder = Tensor._make_wrapper_subclass(
+            Placeholder, shape, dtype=like.dtype, device=like.device
+        )
+        placeholder.layer = layer
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,7 +36,8 @@ class Standin(Tensor):
                 return func(*args, **(kwargs or {}))
         raise CacheError(
             f"SinkCache: {getattr(func, '__name__', func)} was called on cached keys, which are codes; the model must "
-            'run with attn_implementation="quantsink" (SinkCache.from_calibration sets it) and leave keys to it'
+            'run with attn_implementation="quantsink" (SinkCache.from_calibration sets it) and use cached keys nowhere '
+            "else"
         )
 
     @classmethod
@@ -42,8 +48,12 @@ class Standin(Tensor):
 
 
 class PassMask:
-    """The mask of the pass in progress and where its rows begin, so that not every layer reads it again."""
+    """The mask of the pass in progress and the first column of each of its rows. The layers of a cache share it, so
+    that the mask is read once per pass."""
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
         self.starts: list[int] = []
+
+
+__all__ = ["PassMask", "Placeholder"]

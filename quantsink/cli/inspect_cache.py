@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quantsink.cache.layout import LayerRule
-from quantsink.cache.size import LayerBytes, layer_bytes, total, window_bytes
-from quantsink.calibration.cache_plan import cache_options, cache_plan
+from quantsink.cache.layout import LayerPolicy
+from quantsink.cache.size import layer_bytes, total
+from quantsink.calibration.cache_plan import cache_plan
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.stored import FACTS
 from quantsink.checkpoint.save_load import read_config
@@ -42,7 +42,7 @@ def describe_cache(
         calibration = Calibration.load(path)
         wanted = Recipe.load(recipe).kv_cache if recipe else Recipe().kv_cache
         bits = kv_bits if kv_bits is not None else 4 if wanted.bits is None else wanted.bits
-        plan = cache_plan(calibration, **cache_options(dataclasses.replace(wanted, bits=bits)))
+        plan = cache_plan(calibration, dataclasses.replace(wanted, bits=bits))
         return _shown(calibration.model, plan, calibration.layers, lengths)
     if not (path / "config.json").is_file():
         raise UsageError(f"{path}: neither a calibration ({FACTS}) nor a checkpoint (config.json)")
@@ -68,15 +68,12 @@ def _layers(path: Path) -> tuple[AttentionLayer, ...]:
 def _shown(
     name: str, plan: CachePlan, layers: tuple[AttentionLayer, ...], lengths: list[int]
 ) -> tuple[dict[str, Any], RenderableType]:
-    coded = [layer for layer in layers if layer.window is None]
-    real = [
-        Record(bits, layer.head_dim, layer.head_dim).bits_per_number
-        for layer in coded
-        for bits in plan.layers[layer.name].bits
-    ]
+    policies = [LayerPolicy.of(layer, plan, ITEM) for layer in layers]
+    coded = [policy for policy in policies if policy.kind == "codes"]
+    real = [Record(bits, policy.head_dim, policy.head_dim).bits_per_number for policy in coded for bits in policy.bits]
     rows = []
     for length in lengths:
-        size = total(_bytes(plan, layer, length) for layer in layers)
+        size = total(layer_bytes(policy, length) for policy in policies)
         rows.append(
             {
                 "length": length,
@@ -92,29 +89,19 @@ def _shown(
     found = {
         "kind": "cache",
         "model": name,
-        "sinks": plan.sinks,
-        "residual": plan.residual,
-        "max_length": plan.max_length,
+        "sinks": plan.sink_size,
+        "residual": plan.options.residual,
+        "max_length": plan.options.max_length,
         "bits_per_number": sum(real) / len(real) if real else None,
         "sequences": rows,
         "layers": {
-            layer.name: {"window": layer.window}
-            if layer.window is not None
-            else {"bits": list(plan.layers[layer.name].bits), "windows": list(plan.layers[layer.name].windows)}
-            for layer in layers
+            policy.name: {"window": policy.windows[0]}
+            if policy.kind == "window"
+            else {"bits": list(policy.bits), "windows": list(policy.windows)}
+            for policy in policies
         },
     }
     return found, _render(found)
-
-
-def _bytes(plan: CachePlan, layer: AttentionLayer, length: int) -> LayerBytes:
-    if layer.window is not None:
-        return window_bytes(layer.kv_heads, layer.head_dim, layer.window, length, ITEM)
-    own = plan.layers[layer.name]
-    rule = LayerRule(
-        layer.name, layer.index, own.bits, own.windows, layer.head_dim, plan.sinks, plan.residual, plan.max_length
-    )
-    return layer_bytes(rule, length, ITEM)
 
 
 def _render(found: dict[str, Any]) -> RenderableType:

@@ -57,9 +57,9 @@ def model_card(
     else:
         lines += ["| attention | native |"]
     if plan.cache is not None:
-        widths = [bits for layer in plan.cache.layers.values() for bits in layer.bits]
+        widths = [bits for layer in plan.cache.bits.values() for bits in layer]
         mean = f"{sum(widths) / len(widths):.1f}" if widths else "no"
-        exact = f"the first {plan.cache.sinks} and the newest {plan.cache.residual} tokens exact"
+        exact = f"the first {plan.cache.sink_size} and the newest {plan.cache.options.residual} tokens exact"
         lines += [f"| KV cache of its own | codes of {mean} bits on average, {exact}; not in the figures below |"]
     texts = "; ".join(f"{d.name}, {d.tokens:,} tokens" for d in calibration.domains)
     lines += [f"| calibrated on | {texts} |", f"| parameters | {parameters:,} |", ""]

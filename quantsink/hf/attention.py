@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantsink.cache.layer import SinkLayer
-from quantsink.cache.placeholder import Standin
+from quantsink.cache.placeholder import Placeholder
 from quantsink.errors import CacheError, QuantSinkError
 from quantsink.hf.register import NAME
 from quantsink.kernels import CodedKV, Route, coded_attention, sink_attention
@@ -37,7 +37,7 @@ def forward(
     if position_bias is not None:
         raise QuantSinkError("quantsink attention has no position bias")
     table = getattr(module, TABLE, None)
-    cached = key.layer if isinstance(key, Standin) else None
+    cached = key.layer if isinstance(key, Placeholder) else None
     if isinstance(table, AttentionTable) or cached is not None:
         if dropout:
             raise QuantSinkError("quantsink attention has no dropout; call model.eval() first")
@@ -53,7 +53,7 @@ def forward(
         out = _plain(module, query, key, value, attention_mask, causal, dropout, **rest)
         return out.transpose(1, 2).contiguous(), None
     if not causal:
-        raise CacheError(f"{cached.rule.name}: a SinkCache holds causal attention only")
+        raise CacheError(f"{cached.policy.name}: a SinkCache holds causal attention only")
     cached.begin(module, row_starts(attention_mask, cached, given))
     if cached.first:
         assert cached.pending is not None
@@ -153,11 +153,11 @@ def row_starts(mask: Tensor | None, layer: SinkLayer, given: Tensor | None = Non
     Raises:
         CacheError: a mask that is not causal attention over rows padded on the left.
     """
-    name, seen = layer.rule.name, layer.seen
+    name, seen = layer.policy.name, layer.pass_mask
     columns, first = layer.mask_sizes
     if mask is None:
         # transformers gives none where all that a rolling cache's mask would cover is visible.
-        return [start if start <= first else 0 for start in layer.start] if first else None
+        return [row.start if row.start <= first else 0 for row in layer.rows] if first else None
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[3] != columns:
         raise CacheError(
             f"{name}: a mask {list(mask.shape)} where [B, 1, L, {columns}] belongs; give the attention_mask of all "
@@ -165,9 +165,9 @@ def row_starts(mask: Tensor | None, layer: SinkLayer, given: Tensor | None = Non
         )
     if seen.mask is None or seen.mask is not given:
         seen.mask, seen.starts = given, _read_starts(mask, name)
-    starts = seen.starts * len(layer.start) if len(seen.starts) == 1 else seen.starts
+    starts = seen.starts * len(layer.rows) if len(seen.starts) == 1 else seen.starts
     # A row that fills a rolling cache's mask began before it, as earlier passes have seen.
-    return [old if first and not new else new + first for old, new in zip(layer.start, starts, strict=True)]
+    return [row.start if first and not new else new + first for row, new in zip(layer.rows, starts, strict=True)]
 
 
 def _read_starts(mask: Tensor, name: str) -> list[int]:

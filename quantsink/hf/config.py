@@ -1,15 +1,15 @@
 """`quantization_config` of a checkpoint's config.json (docs/formats.md)."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantsink.errors import CheckpointError, RecipeError
+from quantsink.errors import CacheError, CheckpointError, RecipeError
 from quantsink.hf.register import NAME
-from quantsink.kernels.coded_attention.codes import WIDTHS
-from quantsink.plan import CacheLayerPlan, CachePlan, Plan
-from quantsink.recipe import Recipe
+from quantsink.plan import CachePlan, Plan
+from quantsink.recipe import KVCache, Recipe
 from quantsink.strict_json import shown
 
 METHOD = NAME
@@ -93,7 +93,9 @@ class QuantSinkConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: a value that cannot be right.
         """
-        return None if self.kv_cache is None else _cache_from_dict(self.kv_cache)
+        if self.kv_cache is None:
+            return None
+        return _cache_from_dict(self.kv_cache, Recipe.from_dict(self.recipe).kv_cache)
 
     def parsed(self) -> Recipe:
         """The recipe; also checks the other fields.
@@ -118,7 +120,7 @@ class QuantSinkConfig(QuantizationConfigMixin):
             raise CheckpointError(
                 "config.json: quantization_config.linears, attentions, experts or sink_size is damaged; export again"
             )
-        kept = self.cache_plan()
+        kept = None if self.kv_cache is None else _cache_from_dict(self.kv_cache, recipe.kv_cache)
         if not _agree(recipe, self.sink_size, kept):
             raise CheckpointError(
                 "config.json: quantization_config.recipe contradicts its kv_cache or sink_size; export again"
@@ -128,50 +130,43 @@ class QuantSinkConfig(QuantizationConfigMixin):
 
 def _agree(recipe: Recipe, sink_size: int, kept: CachePlan | None) -> bool:
     """What the recipe asks for by number is what was planned."""
-    wanted = recipe.kv_cache
-    if kept is None or wanted.bits is None:
-        return kept is None and wanted.bits is None and recipe.sink_size in (None, sink_size)
-    return (
-        recipe.sink_size in (None, sink_size)
-        and (kept.residual, kept.max_length, kept.rounding) == (wanted.residual, wanted.max_length, wanted.rounding)
-        and (kept.sinks >= sink_size if wanted.sink_size is None else kept.sinks == wanted.sink_size)
-    )
+    options = recipe.kv_cache
+    if recipe.sink_size not in (None, sink_size):
+        return False
+    if kept is None or options.bits is None:
+        return kept is None and options.bits is None
+    sinks_agree = kept.sink_size >= sink_size if options.sink_size is None else kept.sink_size == options.sink_size
+    return sinks_agree and kept.options == dataclasses.replace(options, sink_size=kept.sink_size)
 
 
 def _cache_to_dict(plan: CachePlan) -> dict[str, Any]:
-    layers = {name: {"bits": list(p.bits), "windows": list(p.windows)} for name, p in plan.layers.items()}
+    whole = {name: (0,) * len(bits) for name, bits in plan.bits.items()}
+    windows = {**whole, **plan.windows}
     return {
-        "sinks": plan.sinks,
-        "residual": plan.residual,
-        "max_length": plan.max_length,
+        "sinks": plan.sink_size,
+        "residual": plan.options.residual,
+        "max_length": plan.options.max_length,
         "rounding": plan.rounding,
-        "layers": layers,
+        "layers": {name: {"bits": list(bits), "windows": list(windows[name])} for name, bits in plan.bits.items()},
     }
 
 
-def _cache_from_dict(data: Any) -> CachePlan:
+def _cache_from_dict(data: Any, options: KVCache) -> CachePlan:
+    """The plan that `_cache_to_dict` wrote; `options` are the recipe's, for what the plan does not say."""
     try:
-        keys, layers = {"sinks", "residual", "max_length", "rounding", "layers"}, {}
-        if (
-            set(data) != keys
-            or data["rounding"] not in ("query", "nearest")
-            or not all(_count(data[k]) for k in ("sinks", "residual"))
-        ):
+        data = dict(data)
+        layers = data.pop("layers")
+        if set(data) != {"sinks", "residual", "max_length", "rounding"}:
             raise ValueError
-        if data["max_length"] is not None and not _count(data["max_length"]):
+        if not all(_name(name) and set(layer) == {"bits", "windows"} for name, layer in layers.items()):
             raise ValueError
-        for name, layer in data["layers"].items():
-            if not _name(name):
-                raise ValueError
-            bits, windows = layer["bits"], layer["windows"]
-            if set(layer) != {"bits", "windows"} or len(bits) != len(windows) or not all(map(_count, windows)):
-                raise ValueError
-            if not all(_count(width) and width in WIDTHS for width in bits):
-                raise ValueError
-            layers[name] = CacheLayerPlan(tuple(bits), tuple(windows))
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return CachePlan(
+            dataclasses.replace(options, sink_size=data.pop("sinks"), **data),
+            {name: tuple(layer["bits"]) for name, layer in layers.items()},
+            {name: tuple(layer["windows"]) for name, layer in layers.items()},
+        )
+    except (CacheError, RecipeError, ValueError, TypeError, KeyError, AttributeError):
         raise CheckpointError("config.json: quantization_config.kv_cache is damaged; export again") from None
-    return CachePlan(data["sinks"], data["residual"], data["max_length"], layers, data["rounding"])
 
 
 def _counts(value: object, length: int) -> bool:

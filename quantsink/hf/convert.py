@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quantsink.errors import ModelError, QuantSinkError
 from quantsink.hf.attention import NAME
-from quantsink.hf.sink_cache import install, rules
+from quantsink.hf.sink_cache import install, policies
 from quantsink.layers.experts import ExpertWeights, index_experts, put
 from quantsink.layers.linear import QuantizedLinear
 from quantsink.layers.tables import TABLE, AttentionTable
@@ -84,7 +84,7 @@ def _check_plan(model: Any, architecture: Architecture, plan: Plan, modules: dic
     if unknown:
         raise QuantSinkError(f"{min(unknown)}: in the plan but no experts of the model; calibrate this model again")
     if plan.cache is not None:
-        rules(model, plan.cache)
+        policies(model, plan.cache)
     known = set(architecture.linears)
     for name, linear in plan.linears.items():
         if name not in known:

@@ -130,7 +130,7 @@ def build(model: Any, config: QuantSinkConfig) -> None:
         put(modules[name], known[name], ExpertWeights.empty)
         index_experts(model)
     kept = config.cache_plan()
-    for name in kept.layers if kept is not None and kept.rounding == "query" else ():
+    for name in kept.bits if kept is not None and kept.rounding == "query" else ():
         layer = layers.get(name)
         if layer is None:
             raise CheckpointError(f"config.json: kv_cache: {name} is not in the model it describes; export again")

@@ -6,23 +6,24 @@ import inspect
 import logging
 import math
 import types
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from quantsink.cache.layer import SinkLayer
-from quantsink.cache.layout import LayerRule
+from quantsink.cache.layout import LayerPolicy
 from quantsink.cache.placeholder import PassMask
 from quantsink.errors import ArchitectureError, CacheError, RecipeError
 from quantsink.hf.attention import NAME
-from quantsink.kernels.coded_attention.codes import Metric, Record
+from quantsink.kernels.coded_attention.codes import Metric
 from quantsink.layers.tables import CACHE_TABLE, CacheTable
 from quantsink.models.architecture import attention_layers
+from quantsink.models.head_layout import AttentionLayer
 from quantsink.models.inputs import CACHE_ARGUMENTS, cache_argument
 from quantsink.models.rotary import rotations
 from quantsink.plan import CachePlan
+from quantsink.recipe import KVCache, Rounding, Widths
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +31,7 @@ log = logging.getLogger(__name__)
 class Calibrated(Protocol):
     """What a cache needs of a `quantsink.Calibration`."""
 
-    def cache_plan(self, model: Any, **options: Any) -> CachePlan: ...
-
-
-@dataclass(frozen=True)
-class LayerPolicy:
-    """What one layer of a cache keeps, for people. `kind`: `codes` or `window` (sliding attention, exact)."""
-
-    name: str
-    kind: str
-    kv_heads: int
-    head_dim: int
-    bits: tuple[int, ...]
-    windows: tuple[int, ...]
-    bits_per_number: float
+    def cache_plan(self, model: Any, options: KVCache) -> CachePlan: ...
 
 
 class SinkCache(Cache):
@@ -64,48 +52,46 @@ class SinkCache(Cache):
 
     def __init__(self, model: Any, plan: CachePlan) -> None:
         self.plan = plan
-        layers: list[Any] = []
-        policies: list[LayerPolicy] = []
-        found = rules(model, plan)
-        metrics = [None if rule is None else metric_of(module, rule, plan) for module, rule, _ in found]
-        if all(rule is None for _, rule, _ in found):
+        self.policies = policies(model, plan)
+        modules = [model.get_submodule(policy.name) for policy in self.policies]
+        coded = [policy.index for policy in self.policies if policy.kind == "codes"]
+        metrics = {index: metric_of(modules[index], self.policies[index], plan) for index in coded}
+        if not coded:
             log.warning("SinkCache: every layer of this model has sliding attention; the cache holds no codes")
-        coded = [index for index, (_, rule, _) in enumerate(found) if rule is not None]
         before = model.config._attn_implementation
         use_attention(model)
         try:
-            turn = rotations(model, coded) if plan.max_length is not None else {}
+            rotate = rotations(model, coded) if plan.options.max_length is not None else {}
         except BaseException:
             model.set_attn_implementation(before)
             raise
-        for index, ((module, rule, policy), metric) in enumerate(zip(found, metrics, strict=True)):
-            policies.append(policy)
-            if rule is None:
-                layers.append(DynamicSlidingWindowLayer(sliding_window=policy.windows[0]))
-            else:
-                layers.append(SinkLayer(rule, module, turn.get(index), metric))
+        layers: list[Any] = [
+            SinkLayer(policy, module, rotate.get(index), metrics[index])
+            if policy.kind == "codes"
+            else DynamicSlidingWindowLayer(sliding_window=policy.windows[0])
+            for index, (policy, module) in enumerate(zip(self.policies, modules, strict=True))
+        ]
         super().__init__(layers=layers)
         self.layers: list[Any]
-        self.policies = tuple(policies)
         self._share(PassMask())
 
-    def _share(self, seen: PassMask) -> None:
-        """Give every layer the one memory of the pass in progress."""
-        self._seen = seen
+    def _share(self, pass_mask: PassMask) -> None:
+        """Give every layer the one mask of the pass in progress."""
+        self._pass_mask = pass_mask
         coded = [layer for layer in self.layers if isinstance(layer, SinkLayer)]
         for layer in coded:
-            layer.seen, layer.last = seen, layer is coded[-1]
+            layer.pass_mask, layer.last = pass_mask, layer is coded[-1]
 
     def __deepcopy__(self, memory: dict[int, Any]) -> "SinkCache":
         new = object.__new__(type(self))
         memory[id(self)] = new
-        shared = {"plan", "policies", "_seen"}
+        shared = {"plan", "policies", "_pass_mask"}
         vars(new).update({k: v if k in shared else copy.deepcopy(v, memory) for k, v in vars(self).items()})
         new._share(PassMask())
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_seen"}
+        return {k: v for k, v in vars(self).items() if k != "_pass_mask"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -162,11 +148,10 @@ class SinkCache(Cache):
                 f"calibration: expected a quantsink.Calibration, not {type(calibration).__name__}; "
                 "quantsink.Calibration.load(folder) gives one"
             )
-        plan = calibration.cache_plan(
-            model, bits=bits, sink_size=sink_size, residual=residual, widths=widths, rounding=rounding,
-            stream=stream, max_length=max_length, seed=seed,
-        )  # fmt: skip
-        return cls(model, plan)
+        options = KVCache(
+            bits, sink_size, residual, cast(Widths, widths), cast(Rounding, rounding), str(stream), max_length, seed
+        )
+        return cls(model, calibration.cache_plan(model, options))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As transformers'; each layer is updated once a pass, in order.
@@ -178,7 +163,7 @@ class SinkCache(Cache):
             raise CacheError(f"layer {layer_idx}: the cache was made for {len(self.layers)} layers, of another model")
         if layer_idx == 0:
             self._check_whole()
-            self._seen.mask = None
+            self._pass_mask.mask = None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_whole(self) -> None:
@@ -213,24 +198,23 @@ class SinkCache(Cache):
     @property
     def bits_per_number(self) -> float:
         """Real bits of a number held as a code, scales and zero points included, over all layers that hold codes."""
-        found = [
-            (record_bits(layer.rule), layer.rule.kv_heads) for layer in self.layers if isinstance(layer, SinkLayer)
-        ]
-        weight = sum(heads for _, heads in found)
-        return sum(bits * heads for bits, heads in found) / weight if weight else math.nan
+        coded = [policy for policy in self.policies if policy.kind == "codes"]
+        heads = sum(policy.kv_heads for policy in coded)
+        return sum(policy.bits_per_number * policy.kv_heads for policy in coded) / heads if heads else math.nan
 
     def nbytes(self) -> int:
         """Bytes of every tensor that the cache holds now."""
         return sum(x.numel() * x.element_size() for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
+        """Every tensor that the cache holds now."""
+        tensors: list[Tensor] = []
         for layer in self.layers:
             if isinstance(layer, SinkLayer):
-                found += layer.tensors()
+                tensors += layer.tensors()
             elif layer.is_initialized:
-                found += [x for x in (layer.keys, layer.values) if x is not None]
-        return found
+                tensors += [x for x in (layer.keys, layer.values) if x is not None]
+        return tensors
 
 
 def use_attention(model: Any) -> None:
@@ -248,7 +232,7 @@ def use_attention(model: Any) -> None:
     model.set_attn_implementation(NAME)
 
 
-def metric_of(module: nn.Module, rule: LayerRule, plan: CachePlan) -> Metric | None:
+def metric_of(module: nn.Module, policy: LayerPolicy, plan: CachePlan) -> Metric | None:
     """What a layer rounds its keys with; None: each number by itself.
 
     Raises:
@@ -257,53 +241,44 @@ def metric_of(module: nn.Module, rule: LayerRule, plan: CachePlan) -> Metric | N
     if plan.rounding == "nearest":
         return None
     table = getattr(module, CACHE_TABLE, None)
-    if isinstance(table, CacheTable) and rule.name not in plan.query_gram:
+    if isinstance(table, CacheTable) and policy.name not in plan.query_gram:
         return table.metric
-    gram = plan.query_gram.get(rule.name)
-    if gram is None or tuple(gram.shape) != (rule.kv_heads, rule.head_dim, rule.head_dim):
-        found = "no query_gram" if gram is None else f"a query_gram of {list(gram.shape)}"
-        raise CacheError(f"{rule.name}: {found} in the plan; rounding for queries needs one of the model's own shape")
+    gram = plan.query_gram.get(policy.name)
+    if gram is None or tuple(gram.shape) != (policy.kv_heads, policy.head_dim, policy.head_dim):
+        statistics = "no query_gram" if gram is None else f"a query_gram of {list(gram.shape)}"
+        raise CacheError(
+            f"{policy.name}: {statistics} in the plan; rounding for queries needs one of the model's own shape"
+        )
     return Metric.of(gram)
 
 
-def rules(model: Any, plan: CachePlan) -> list[tuple[nn.Module, LayerRule | None, LayerPolicy]]:
-    """What each layer of `model` keeps, None for one with a sliding window.
+def policies(model: Any, plan: CachePlan) -> tuple[LayerPolicy, ...]:
+    """What each layer of `model` keeps.
 
     Raises:
         CacheError, ArchitectureError: as `SinkCache`.
     """
     layers = attention_layers(model)
-    kinds, options = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    unknown = set(plan.layers) - {layer.name for layer in layers}
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    unknown = set(plan.bits) - {layer.name for layer in layers}
     if unknown:
         raise CacheError(f"{sorted(unknown)[0]}: in the plan but not in the model; the plan is for another model")
-    found: list[tuple[nn.Module, LayerRule | None, LayerPolicy]] = []
-    for layer, kind, option in zip(layers, kinds, options, strict=True):
-        name, index, head_dim, kv_heads = layer.name, layer.index, layer.head_dim, layer.kv_heads
-        module = model.get_submodule(name)
-        if not layer.causal or (layer.k.size, layer.value_dim) != (head_dim, head_dim):
-            why = "an encoder's attention" if not layer.causal else "latent attention, whose cache holds no keys"
-            raise ArchitectureError(f"{model.config.model_type}: {name}: SinkCache does not know {why}")
-        if kind == "sliding_attention":
-            window, bits = option["sliding_window"], 8.0 * model.dtype.itemsize
-            found.append((module, None, LayerPolicy(name, "window", kv_heads, head_dim, (), (window,), bits)))
-            continue
-        if kind != "full_attention":
-            raise ArchitectureError(f"{model.config.model_type}: {name}: SinkCache does not know {kind} layers")
-        wanted = plan.layers.get(name)
-        if wanted is None or len(wanted.bits) != kv_heads:
-            heads = "no plan" if wanted is None else f"a plan for {len(wanted.bits)} KV heads"
-            raise CacheError(f"{name}: {heads} where the model has {kv_heads}; the plan is for another model")
-        try:
-            rule = LayerRule(
-                name, index, wanted.bits, wanted.windows, head_dim, plan.sinks, plan.residual, plan.max_length
-            )
-            bits = record_bits(rule)
-        except ValueError as error:
-            raise ArchitectureError(f"{name}: {error}") from error
-        policy = LayerPolicy(name, "codes", kv_heads, head_dim, wanted.bits, wanted.windows, bits)
-        found.append((module, rule, policy))
-    return found
+    return tuple(_policy(model, plan, layer, kind) for layer, kind in zip(layers, kinds, strict=True))
+
+
+def _policy(model: Any, plan: CachePlan, layer: AttentionLayer, kind: str) -> LayerPolicy:
+    place = f"{model.config.model_type}: {layer.name}"
+    if not layer.causal or (layer.k.size, layer.value_dim) != (layer.head_dim, layer.head_dim):
+        attention = "latent attention, whose cache holds no keys" if layer.causal else "an encoder's attention"
+        raise ArchitectureError(f"{place}: SinkCache does not support {attention}")
+    if kind not in ("full_attention", "sliding_attention"):
+        raise ArchitectureError(f"{place}: SinkCache does not support {kind} layers")
+    policy = LayerPolicy.of(layer, plan, model.dtype.itemsize)
+    try:
+        policy.bits_per_number  # noqa: B018  (refuses a head size that has no codes)
+    except ValueError as error:
+        raise ArchitectureError(f"{layer.name}: {error}") from error
+    return policy
 
 
 def install(model: Any, plan: CachePlan) -> None:
@@ -313,15 +288,16 @@ def install(model: Any, plan: CachePlan) -> None:
     Raises:
         CacheError, ArchitectureError: as `SinkCache`.
     """
-    for module, rule, _ in rules(model, plan):
+    for policy in policies(model, plan):
+        module = model.get_submodule(policy.name)
         if (
-            rule is not None
+            policy.kind == "codes"
             and plan.rounding == "query"
             and not isinstance(getattr(module, CACHE_TABLE, None), CacheTable)
         ):
-            metric_of(module, rule, plan)
-            table = CacheTable(rule.kv_heads, rule.head_dim)
-            table.query_gram = plan.query_gram[rule.name].to(next(module.parameters(), model).device)
+            metric_of(module, policy, plan)
+            table = CacheTable(policy.kv_heads, policy.head_dim)
+            table.query_gram = plan.query_gram[policy.name].to(next(module.parameters(), model).device)
             module.add_module(CACHE_TABLE, table)
     model.kv_cache_plan = dataclasses.replace(plan, query_gram={})
     model._prepare_cache_for_generation = types.MethodType(_prepare_for_generation, model)
@@ -363,10 +339,4 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return args, {**kwargs, name: SinkCache(model, model.kv_cache_plan)}
 
 
-def record_bits(rule: LayerRule) -> float:
-    """Mean real bits of a coded number in one layer."""
-    found = [Record(bits, rule.head_dim, rule.head_dim).bits_per_number for bits in rule.bits]
-    return sum(found) / len(found)
-
-
-__all__ = ["LayerPolicy", "SinkCache", "install", "rules"]
+__all__ = ["LayerPolicy", "SinkCache", "install", "policies"]

@@ -20,7 +20,8 @@ def child(bits: int) -> None:
 
     from quantsink.hf.sink_cache import SinkCache
     from quantsink.models.inputs import cache_argument
-    from quantsink.plan import CacheLayerPlan, CachePlan
+    from quantsink.plan import CachePlan
+    from quantsink.recipe import KVCache
 
     def peak() -> int:
         line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
@@ -33,7 +34,8 @@ def child(bits: int) -> None:
         num_key_value_heads=8, head_dim=128, max_position_embeddings=2 * TOKENS,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    plan = CachePlan(4, 64, None, {"model.layers.0.self_attn": CacheLayerPlan((bits,) * 8, (0,) * 8)})
+    options = KVCache(sink_size=4, rounding="nearest")
+    plan = CachePlan(options, {"model.layers.0.self_attn": (bits,) * 8})
     argument = cache_argument(model)
 
     def run(cache: SinkCache, tokens: int) -> None:

@@ -14,19 +14,20 @@ from quantsink.errors import ArchitectureError, CacheError, CheckpointError, Rec
 from quantsink.hf.sink_cache import SinkCache
 from quantsink.models.architecture import Architecture
 from quantsink.models.inputs import cache_argument
-from quantsink.plan import CacheLayerPlan, CachePlan
+from quantsink.plan import CachePlan
 from quantsink.recipe import KVCache, Recipe
 
 SIZES = [100, 32, 32, 32, *[1] * 34]
 
 
 def plan(model, bits=8, sinks=4, residual=64, max_length=None, window=0):
-    layers = {
-        layer.name: CacheLayerPlan((bits,) * layer.kv_heads, (window,) * layer.kv_heads)
-        for layer in Architecture.of(model).attentions
-        if layer.window is None
-    }
-    return CachePlan(sinks, residual, max_length, layers)
+    options = KVCache(sink_size=sinks, residual=residual, rounding="nearest", max_length=max_length)
+    layers = [layer for layer in Architecture.of(model).attentions if layer.window is None]
+    return CachePlan(
+        options,
+        {layer.name: (bits,) * layer.kv_heads for layer in layers},
+        {layer.name: (window,) * layer.kv_heads for layer in layers},
+    )
 
 
 def cache_of(model, **options):
@@ -172,7 +173,7 @@ def test_sliding_layers_have_their_own_policy(tiny_gemma):
     assert cache.is_sliding == [True, False] * 2
     logits(model, ids(), cache)
     assert cache.layers[0].keys.shape[2] == model.config.sliding_window - 1
-    assert cache.layers[1].blocks == [2, 2]
+    assert [row.blocks for row in cache.layers[1].rows] == [2, 2]
     assert cache.get_seq_length() == 230
 
 
@@ -195,7 +196,7 @@ def test_bytes_are_those_of_its_tensors_and_few(tiny_llama):
 def _tensors(cache):
     """Every tensor that hangs on a cache's layers and banks, found without its help; small index tables apart."""
     for layer in cache.layers:
-        for value in [*vars(layer).values(), *(bank.data for bank in layer.banks)]:
+        for value in [*vars(layer).values(), *vars(layer.sinks).values(), *(bank.data for bank in layer.banks)]:
             if isinstance(value, torch.Tensor) and value is not layer.heads:
                 yield value
 
@@ -224,7 +225,7 @@ def test_a_rolled_cache_is_one_that_never_saw_the_rest(tiny_llama, monkeypatch):
     logits(model, tokens[:, :899], cache, [99, *[50] * 16])
     layer, seen = cache.layers[0], []
     commit = layer.commit
-    monkeypatch.setattr(layer, "commit", lambda: (seen.append((layer.view(), layer.dropped)), commit()))
+    monkeypatch.setattr(layer, "commit", lambda: (seen.append((layer.view(), layer.rows[0].dropped)), commit()))
     with torch.no_grad():
         found = model(tokens[:, 899:], **{cache_argument(model): cache}).logits[0, -1]
     (view, dropped), *_ = seen
@@ -233,7 +234,7 @@ def test_a_rolled_cache_is_one_that_never_saw_the_rest(tiny_llama, monkeypatch):
     kept = torch.cat([tokens[:, :4], tokens[:, 900 - newest :]], 1)
     with torch.no_grad():
         expected = model(kept, use_cache=False).logits[0, -1]
-    assert (sinks, dropped) == (4, [900 - 4 - newest])
+    assert (sinks, dropped) == (4, 900 - 4 - newest)
     assert (found - expected).std() < 0.01 * expected.std()
 
 
@@ -342,9 +343,9 @@ def test_a_copy_and_a_finished_pass_hold_no_mask(tiny_llama):
     mask = torch.ones_like(tokens)
     mask[1, :20], tokens[1, :20] = 0, 1
     logits(model, tokens, cache, [230], mask)
-    assert cache.layers[0].seen.mask is None
+    assert cache.layers[0].pass_mask.mask is None
     mine = copy.deepcopy(cache)
-    assert mine.layers[0].seen is mine.layers[1].seen is not cache.layers[0].seen
+    assert mine.layers[0].pass_mask is mine.layers[1].pass_mask is not cache.layers[0].pass_mask
 
 
 def test_a_failed_constructor_leaves_the_model_as_it_was(tiny_llama):
@@ -356,11 +357,9 @@ def test_a_failed_constructor_leaves_the_model_as_it_was(tiny_llama):
 
 def test_a_crop_that_one_layer_refuses_crops_none(tiny_llama, tiny_gemma):
     model = tiny_llama()
-    layers = {
-        "model.layers.0.self_attn": CacheLayerPlan((4, 4), (0, 0)),
-        "model.layers.1.self_attn": CacheLayerPlan((4, 4), (128, 0)),
-    }
-    cache = SinkCache(model, CachePlan(4, 64, None, layers))
+    bits = {"model.layers.0.self_attn": (4, 4), "model.layers.1.self_attn": (4, 4)}
+    options = KVCache(sink_size=4, rounding="nearest")
+    cache = SinkCache(model, CachePlan(options, bits, {"model.layers.1.self_attn": (128, 0)}))
     logits(model, ids(length=400), cache, [400])
     with pytest.raises(CacheError, match=r"layers\.1"):
         cache.crop(-200)
@@ -505,7 +504,7 @@ def test_a_failure_while_codes_are_written_is_noticed(tiny_llama, monkeypatch):
     def fail(*_):
         raise RuntimeError("planted: out of memory")
 
-    monkeypatch.setattr("quantsink.cache.layer.encode", fail)
+    monkeypatch.setattr("quantsink.cache.bank.encode", fail)
     with pytest.raises(RuntimeError, match="planted"):
         logits(model, ids(), cache, [230])
     monkeypatch.undo()
@@ -657,7 +656,7 @@ def test_what_is_left_of_the_bits_is_spent():
         heads = [
             KVHead(0, n, False, tuple(0.9**n * 2.0**-width for width in (8, 4, 3, 2)), None, {}) for n in range(count)
         ]
-        widths = choose_widths(heads, bits, "measured", 0, [64])
+        widths = choose_widths(heads, bits, "measured", 0, 64)
         return (sum(widths.values()) / count + 0.5) / (bits + 0.5)
 
     for bits in (2.5, 3, 4, 4.5, 5, 6, 7):
