@@ -1,8 +1,8 @@
 """Run a model over windows and collect its statistics through transformers' attention interface.
 
-The model's own attention still computes its output (PyTorch's SDPA; the reference kernel where SDPA has no soft-cap or
-learned sinks). Statistics see a block of query rows at a time, so memory grows with L, never with L x L. Everything
-that was hooked is as before afterwards, also after an exception.
+The model's native attention still computes its output: PyTorch's SDPA, or the reference kernel where SDPA has no
+soft-cap or learned sinks. Statistics take one block of query rows at a time, so memory grows with L, never with L x L.
+Every hook is removed afterwards, also after an exception.
 """
 
 import contextlib
@@ -32,11 +32,12 @@ from quantsink.calibration.statistics import (
 from quantsink.errors import ArchitectureError, ModelError
 from quantsink.kernels import Route, sink_attention
 from quantsink.models.architecture import Architecture, matrix, sizes
+from quantsink.models.finite import all_finite
 from quantsink.models.head_layout import AttentionLayer
 from quantsink.models.observe import Attend, intercepting
 
 FIRST_ROW = 16
-"""Queries nearer than this to the first token do not count (docs/design.md)."""
+"""Queries closer than this to the first token do not count (docs/design.md)."""
 ROW_BLOCK = 64
 
 
@@ -44,9 +45,9 @@ class Collector:
     """Statistics of one model over one domain's text; feed it windows inside `collecting(...)`.
 
     Args:
-        query_rows: query rows measured a window, evenly spread; None measures every row.
-        error_windows: windows in which the error of each route is measured as well: the text's first ones.
-        first, step: of the text's windows it gets the `first` one and then every `step`-th.
+        query_rows: query rows measured per window, evenly spaced; None measures every row.
+        error_windows: windows, the first ones of the text, in which the error of each route is measured too.
+        first, step: this collector is fed the text's window number `first` and then every `step`-th.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class Collector:
 
     @torch.no_grad()
     def run(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Measure one batch `[B, L]`; `attention_mask` `[B, L]` marks real tokens (1), in one run per row.
+        """Measure one batch `[B, L]`; `attention_mask` `[B, L]` is 1 on real tokens, which lie together in each row.
 
-        A batch of floating numbers is the model's main input, as many tokens as it makes of them.
+        A batch of floating-point numbers is the model's main input; the model decides how many tokens it makes.
         """
         self._seen.clear()
         decoder = self._modules[self.architecture.decoder]
@@ -112,7 +113,7 @@ class Collector:
         """Called for each layer with query `[B, H, L, D]` and unrepeated key, value `[B, KVH, L, D]`."""
         self._seen.add(layer.name)
         into = self.heads[layer.name]
-        if not all(_finite(x) for x in (query, key, value)):
+        if not (all_finite(query) and all_finite(key) and all_finite(value)):
             raise ModelError(f"{layer.name}: its queries, keys or values are not finite; load with another --dtype")
         for row, (first, end) in enumerate(self._real):
             real = torch.arange(first, end, device=query.device)
@@ -123,20 +124,20 @@ class Collector:
             rows = self._choose_rows(first + (FIRST_ROW if layer.causal else 0), end, query.device)
             if not len(rows):
                 continue
-            measured = self.first + self.step * (self.windows + row) < self.error_windows
-            parts = code_window(key[row], value[row], (first, border), end) if measured else []
+            with_errors = self.first + self.step * (self.windows + row) < self.error_windows
+            parts = code_window(key[row], value[row], (first, border), end) if with_errors else []
             total: Fields = {}
             for block in rows.split(ROW_BLOCK):
                 visible = _visible(mask, row, block, key.shape[2], layer.causal)
                 s = _scores(query[row][:, block], key[row], scaling, softcap)
-                found = measure_rows(s, visible, block, (first, border), s_aux, None if layer.causal else end - 1)
-                add(into, found)
+                measured = measure_rows(s, visible, block, (first, border), s_aux, None if layer.causal else end - 1)
+                add(into, measured)
                 add(into, measure_queries(query[row][:, block], layer.kv_heads))
-                if measured:
+                if with_errors:
                     inputs = (query[row : row + 1, :, block], key[row : row + 1], value[row : row + 1])
                     rule = (scaling, softcap, s_aux)
                     add(into, self._errors(layer, *inputs, visible, (first, end), *rule, block, parts))
-                total = {n: total[n] + v if n in total else v for n, v in found.items() if not n.endswith("max")}
+                total = {n: total[n] + v if n in total else v for n, v in measured.items() if not n.endswith("max")}
             add(into, measure_window(total))
 
     def _choose_rows(self, start: int, end: int, device: torch.device) -> Tensor:
@@ -158,8 +159,8 @@ class Collector:
         rows: Tensor,
         parts: list[CodedPart],
     ) -> dict[str, Tensor]:
-        """Squared error of each head's output after the output projection, on the `int8` and on the `sink` route; and
-        of each KV head's, with its keys and values as codes."""
+        """Squared errors of the layer's output after the output projection: with one head on the `int8` or the `sink`
+        route, and with one KV head's keys and values as codes."""
         with align_module_device(self._modules[layer.o.module]):
             weight = matrix(self._modules[layer.o.module]).detach().float()
         weight = weight.reshape(-1, layer.heads, layer.value_dim)
@@ -168,7 +169,7 @@ class Collector:
             self._gram[layer.name] = torch.einsum("okd,oke->kde", joint, joint)
         gram = self._gram[layer.name]
         group = layer.heads // layer.kv_heads
-        own = gram.view(-1, group, layer.value_dim, group, layer.value_dim).diagonal(dim1=1, dim2=3)
+        per_head = gram.view(-1, group, layer.value_dim, group, layer.value_dim).diagonal(dim1=1, dim2=3)
         first, end = real
         mean = k[0, :, min(first + self.sink_size, end - 1) : end].float().mean(1)
         start = torch.tensor([first], device=k.device)
@@ -192,46 +193,49 @@ class Collector:
 
         exact = run(Route.NATIVE)
         energy = torch.einsum("hqd,ohd->qo", exact, weight).square().sum(-1)
-        found = {"error_rows": torch.full((layer.heads,), float(len(visible)))}
-        found["output_energy"] = energy.double().sum().expand(layer.heads)
+        errors = {"error_rows": torch.full((layer.heads,), float(len(visible)))}
+        errors["output_energy"] = energy.double().sum().expand(layer.heads)
         for name, route in (("error_int8", Route.INT8), ("error_sink", Route.SINK)):
             delta = run(route) - exact
             delta = delta.unflatten(0, (layer.kv_heads, group))
-            error = torch.einsum("kgqd,kdeg,kgqe->kg", delta, own, delta)
-            found[name] = error.flatten().double().clamp(min=0)
+            error = torch.einsum("kgqd,kdeg,kgqe->kg", delta, per_head, delta)
+            errors[name] = error.flatten().double().clamp(min=0)
         if parts:
             logits = functools.partial(_scores, scaling=scaling, softcap=softcap)
             exact_kv = (q[0].float(), k[0].float(), v[0].float())
-            found |= measure_kv(*exact_kv, visible, rows, parts, logits, gram, energy, s_aux)
-        return found
+            errors |= measure_kv(*exact_kv, visible, rows, parts, logits, gram, energy, s_aux)
+        return errors
 
     def linear(self, name: str, x: Tensor) -> None:
-        """Called with the input `[B, L, K]` or `[B * L, K]` of each linear layer; a shared one is seen once."""
-        last, found = self._last
+        """Called with the input `[B, L, K]` or `[B * L, K]` of each linear layer; layers of one input share it."""
+        last, fields = self._last
         if not self._real:  # the first layer that sees the tokens
             self._real, self._length = [(0, x.shape[1])] * len(x), x.shape[1]
         if last is not x:
-            given, batch = x, len(self._real)
+            batch = len(self._real)
             if x.shape[:-1].numel() != batch * self._length:
                 raise ArchitectureError(f"{name}: its input {list(x.shape)} does not hold one row per token")
-            x = x.view(batch, self._length, x.shape[-1])
-            found = {}
+            tokens = x.view(batch, self._length, x.shape[-1])
+            fields = {}
             for row, (first, end) in enumerate(self._real):
                 border = min(first + self.sink_size, end)
-                for field, part in (("input_sink_amax", x[row, first:border]), ("input_amax", x[row, border:end])):
+                for field, part in (
+                    ("input_sink_amax", tokens[row, first:border]),
+                    ("input_amax", tokens[row, border:end]),
+                ):
                     if len(part):
-                        peak = torch.maximum(part.amax(0), -part.amin(0))  # several times faster than aminmax here
-                        found[field] = torch.maximum(found[field], peak) if field in found else peak
+                        peak = torch.maximum(part.amax(0), -part.amin(0))  # several times faster than aminmax
+                        fields[field] = torch.maximum(fields[field], peak) if field in fields else peak
                         if field == "input_amax":
-                            found["input_peak"] = found.get("input_peak", 0) + peak.double()
-                            found["input_windows"] = found.get("input_windows", 0) + torch.ones(1)
-            self._last = (given, found)
-        add(self.linears[name], found)
+                            fields["input_peak"] = fields.get("input_peak", 0) + peak.double()
+                            fields["input_windows"] = fields.get("input_windows", 0) + torch.ones(1)
+            self._last = (x, fields)
+        add(self.linears[name], fields)
 
     def routed(self, name: str, count: int, experts: Tensor) -> None:
         """Called with the experts `[..., K]` that each token is sent to; numbers from `count` on mean none."""
-        own = experts.flatten()
-        add(self.experts[name], {"tokens": torch.bincount(own[own < count], minlength=count)})
+        numbers = experts.flatten()
+        add(self.experts[name], {"tokens": torch.bincount(numbers[numbers < count], minlength=count)})
 
 
 @contextlib.contextmanager
@@ -258,7 +262,7 @@ def _for_linear(collector: Collector, name: str) -> Callable[..., None]:
 
 
 def _for_experts(collector: Collector, name: str, count: int) -> Callable[..., None]:
-    """The second argument of an experts module says where tokens go, whatever its name."""
+    """The second argument of an experts module, whatever its name, holds each token's experts."""
     return lambda _, args, kwargs: collector.routed(name, count, [*args, *kwargs.values()][1])
 
 
@@ -294,11 +298,6 @@ def _for_layer(collector: Collector, layer: AttentionLayer) -> Attend:
         return out.transpose(1, 2).contiguous(), None
 
     return attend
-
-
-def _finite(x: Tensor) -> bool:
-    """Both extremes carry NaN; several times faster than a mask of all numbers."""
-    return not x.numel() or bool(x.amax().isfinite() & x.amin().isfinite())
 
 
 def _scores(q: Tensor, k: Tensor, scaling: float, softcap: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Heat maps of what calibration found: layers down, heads across."""
+"""Heat maps of a calibration's heads: one row per layer, one column per head."""
 
 import io
 from pathlib import Path
@@ -45,7 +45,7 @@ def heat_maps(calibration: Calibration) -> dict[str, bytes]:
 
 
 def save_with_pictures(calibration: Calibration, folder: Path) -> None:
-    """What `quantsink calibrate` leaves: the pictures first, then the tables, whose JSON file makes it complete."""
+    """Write what `quantsink calibrate` leaves: first the pictures, then the tables, whose JSON file comes last."""
     for name, png in heat_maps(calibration).items():
         write_bytes(folder / name, png)
     calibration.save(folder)

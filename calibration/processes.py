@@ -1,8 +1,8 @@
-"""Several processes, one calibration: each measures every N-th window, their statistics meet by all-reduce.
+"""One calibration by several processes: each measures every N-th window, and an all-reduce adds their statistics.
 
-The processes are those of `torchrun` or `accelerate launch`. Statistics are float64 on the CPU whatever the model runs
-on, so they meet through gloo. A failure is told once and ends every process: the first one that fails says why, in
-torch.distributed's key-value store, and the others end quietly; none waits in a collective for one that is gone.
+`torchrun` or `accelerate launch` starts the processes. Statistics are float64 on the CPU whatever the model runs on, so
+the all-reduce goes through gloo. A failure ends every process and is reported once: the first process that fails marks
+it in torch.distributed's key-value store, and the others exit silently. None waits in a collective for one that ended.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 FAILED = "quantsink/failed"
 PATIENCE = datetime.timedelta(days=30)
-"""How long a process waits for slower ones; those that fail are noticed at once."""
+"""How long a process waits for slower ones; a failure is noticed at once."""
 GRACE = 2.0
-"""Seconds that quiet processes stay: a launcher stops all at the first exit, also the one that still has to say why."""
+"""Seconds before a silent process exits: a launcher stops all at the first exit, also the one about to report."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process and those that calibrate with it; the default is one process alone."""
+    """This process and those that calibrate with it; the default is a single process."""
 
     rank: int = 0
     world: int = 1
@@ -43,11 +43,11 @@ class Processes:
         return self.rank == 0
 
     def device(self, name: str) -> str:
-        """`cuda` is the process's own GPU; any other name is left as it is."""
+        """`cuda` becomes the GPU of this process; any other name stays as it is."""
         return f"cuda:{os.environ.get('LOCAL_RANK', self.rank)}" if name == "cuda" and self.world > 1 else name
 
     def stop_if_another_failed(self) -> None:
-        """End this process quietly where another one has failed."""
+        """Exit silently if another process has failed."""
         if self.world > 1 and _failed(self.store):
             _end_quietly()
 
@@ -62,9 +62,9 @@ class Processes:
         everyone: list[Any] = [None] * self.world
         with _in_touch(self):
             dist.all_gather_object(everyone, dict(facts))
-        for rank, found in enumerate(everyone):
+        for rank, theirs in enumerate(everyone):
             for key, value in everyone[0].items():
-                if found.get(key) != value:
+                if theirs.get(key) != value:
                     raise CalibrationError(
                         f"process {rank}: another {key} than process 0's; give all the same files and versions"
                     )
@@ -79,7 +79,7 @@ class Processes:
         return cast(T, box[0])
 
     def merge(self, parts: Sequence[Fields]) -> None:
-        """Turn each process's statistics into those of all together, in place: sums add, extremes take the largest."""
+        """Replace this process's statistics by those of all: sums are added, of extremes the largest is taken."""
         if self.world == 1:
             return
         for extremes, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
@@ -101,16 +101,16 @@ ALONE = Processes()
 def launched() -> Iterator[Processes]:
     """The processes that `torchrun` or `accelerate launch` started, or this one alone.
 
-    An exception in any of them ends all: it is raised in the first that fails, the others exit with status 1.
+    An exception in one process ends all: the first that fails raises it, the others exit with status 1.
 
     Raises:
-        UsageError: a launcher that torch.distributed does not understand, or that is taken already.
+        UsageError: a launcher that torch.distributed does not understand, or torch.distributed is already in use.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield ALONE
         return
     if dist.is_initialized():
-        raise UsageError("torch.distributed is in use already; calibrate in processes of their own")
+        raise UsageError("torch.distributed is already in use; calibrate in separate processes")
     try:
         store, rank, world = next(rendezvous("env://"))
     except (ValueError, RuntimeError) as error:
@@ -132,20 +132,19 @@ def launched() -> Iterator[Processes]:
 
 @contextlib.contextmanager
 def _in_touch(processes: Processes) -> Iterator[None]:
-    """A collective that breaks off means that another process is gone."""
+    """A collective that breaks off means that another process ended."""
     try:
         yield
     except RuntimeError as error:
         raise CalibrationError(
-            f"process {processes.rank}: another process ended before its time, perhaps out of memory; "
-            "go on with --resume"
+            f"process {processes.rank}: another process ended early, perhaps out of memory; continue with --resume"
         ) from error
 
 
 def _failed(store: Any) -> bool:
     try:
         return bool(store.check([FAILED]))
-    except RuntimeError:  # the store has gone with the process that held it
+    except RuntimeError:  # the store ended with the process that held it
         return True
 
 

@@ -1,7 +1,7 @@
-"""From a calibration and a recipe to a plan: which route each head takes, which slices stay native, which scales hold.
+"""From a calibration and a recipe to a plan: each head's route, the slices that stay native, the static scales.
 
-The rule here is plain: sink heads take the `sink` route, the rest `int8`, and the heads with the largest measured
-attention-output error stay native if the recipe asks for some. A KV head is native if any query head of its group is.
+Sink heads take the `sink` route and the rest `int8`. If the recipe asks for native heads, those with the largest
+measured attention-output error stay native. A KV head is native if any query head of its group is.
 """
 
 import math
@@ -26,11 +26,12 @@ Place = tuple[int, int]
 
 
 def plan(calibration: Calibration, recipe: str | Recipe = "w8a8") -> Plan:
-    """Decide what happens to each head and linear layer. Pure: the same inputs give the same plan.
+    """Decide what happens to each head and linear layer. The same inputs always give the same plan.
 
     Raises:
-        RecipeError: more native heads than there are, a pattern that matches nothing, another sink size than measured.
-        CalibrationError: native heads are asked for and the calibration measured no errors.
+        RecipeError: more native heads than the model has, a pattern that matches nothing, or a sink size other than the
+            calibrated one.
+        CalibrationError: the recipe asks for native heads and the calibration measured no errors.
     """
     recipe = Recipe.load(recipe)
     sink_size = calibration.settings.sink_size
@@ -92,14 +93,14 @@ def choose_routes(calibration: Calibration, recipe: Recipe) -> dict[Place, Route
         if not (layer.isdigit() and head.isdigit()) or (int(layer), int(head)) not in routes:
             raise RecipeError(f"recipe: native {place!r}: no such layer.head in {calibration.model}")
         routes[int(layer), int(head)] = Route.NATIVE
-    wanted = recipe.attention.native_heads
-    if wanted > len(heads):
-        raise RecipeError(f"recipe: native_heads {wanted}, but {calibration.model} has {len(heads)} heads")
-    if wanted == len(heads):
+    count = recipe.attention.native_heads
+    if count > len(heads):
+        raise RecipeError(f"recipe: native_heads {count}, but {calibration.model} has {len(heads)} heads")
+    if count == len(heads):
         routes = dict.fromkeys(routes, Route.NATIVE)
-    elif wanted:
+    elif count:
         ranked = sorted(heads, key=lambda head: -_error(head, routes[head.layer, head.head]))
-        routes.update({(head.layer, head.head): Route.NATIVE for head in ranked[:wanted]})
+        routes.update({(head.layer, head.head): Route.NATIVE for head in ranked[:count]})
     return routes
 
 
@@ -127,26 +128,32 @@ def native_slices(
 
 
 def plan_linear(
-    name: str, fields: Fields, wanted: Activations, rows: tuple[int, ...], columns: tuple[int, ...], notes: list[str]
+    name: str,
+    fields: Fields,
+    activations: Activations,
+    rows: tuple[int, ...],
+    columns: tuple[int, ...],
+    notes: list[str],
 ) -> LinearPlan:
-    """Native columns: the heads' slices and the largest inputs without the sink rows. Scales are for the rest.
+    """Native columns are the heads' slices and the largest inputs outside the sink rows; the scales cover the rest.
 
-    The static scale covers the mean over sequences of their largest input, as an averaging min-max observer does: on
-    SmolLM2-135M it beats the largest of all (KL 0.021 against 0.030 on validation text), which one rare token sets.
+    The static scale covers the mean over sequences of their largest input, as an averaging min-max observer does. On
+    SmolLM2-135M it beats the largest input of all (KL 0.021 against 0.030 on validation text), which one rare token
+    sets.
     """
     rest, sink = fields["input_amax"], fields["input_sink_amax"]
-    if bool(torch.isinf(rest).any()) and wanted.kind == "static":
+    if bool(torch.isinf(rest).any()) and activations.kind == "static":
         notes.append(f"{name}: no input was seen in calibration; its static scale is 1")
-    count = round(wanted.native_columns * len(rest))
+    count = round(activations.native_columns * len(rest))
     largest = rest.topk(count).indices.tolist()
     native = tuple(sorted({*columns, *largest}))
     keep = torch.ones(len(rest), dtype=torch.bool)
     keep[list(native)] = False
     peak = fields["input_peak"] / fields["input_windows"].clamp(min=1)
     scale, sink_scale = _scale(peak[keep]), _scale(sink[keep])
-    if wanted.sink_rows == "plain":
+    if activations.sink_rows == "plain":
         scale = _scale(torch.maximum(rest, sink)[keep])
-    return LinearPlan(wanted.kind, wanted.sink_rows, rows, native, scale, sink_scale)
+    return LinearPlan(activations.kind, activations.sink_rows, rows, native, scale, sink_scale)
 
 
 def _scale(amax: Tensor) -> float:
@@ -155,9 +162,11 @@ def _scale(amax: Tensor) -> float:
 
 
 def clip_bounds(layer: AttentionLayer, fields: Fields, clip: Clip, notes: list[str]) -> tuple[float, ...] | None:
-    """`[H]` bounds. A head keeps its bound only if calibration says that it costs little: `row`, at most `max_loss` of
-    its weight beyond the bound; `absolute`, no logit above it (unless `max_loss` is inf; logits below -bound are not
-    looked at)."""
+    """`[H]` bounds. A head is clipped only if that costs little on the calibration text.
+
+    `row`: at most `max_loss` of its weight lies beyond the bound. `absolute`: no logit is above the bound, or
+    `max_loss` is inf; logits below -bound are not checked.
+    """
     if clip.kind == "none":
         return None
     if clip.kind == "row":

@@ -20,13 +20,13 @@ BINS = 81
 HIDDEN = 1e4
 """Distance given to keys that a query does not see: their weight is 0, and they fall into the last bin."""
 FAR_WINDOWS = (64, 128, 256, 512, 1024)
-"""Distances from the query beyond which the weight that is no sink token's is summed."""
+"""Distances from the query beyond which weights are summed, sink tokens left out."""
 RESIDUAL = 64
-"""Newest tokens, the query's own among them, that the measured cache keeps exact."""
+"""Newest tokens, the query's among them, that the measured cache keeps exact."""
 SMALL = 2**18
-"""Numbers in a tensor below which one thread codes it fastest."""
+"""A tensor of fewer numbers is coded fastest by one thread."""
 CODED_MULTIPLE = 16
-"""Head sizes that codes have a place for are multiples of this."""
+"""Head sizes must be a multiple of this to be coded."""
 
 SUMS = (
     "rows",
@@ -147,8 +147,8 @@ def measure_rows(
     Args:
         scores: `[H, Q, L]` logits as softmax sees them (scaled, soft-capped), unmasked.
         visible: `[Q, L]`, true where the query sees the key; nothing before the sink tokens is visible.
-        rows: `[Q]` the queries' own columns.
-        sink: columns from the first real token to behind the last sink token.
+        rows: `[Q]` the queries' positions.
+        sink: first column of the real tokens, and the column after the last sink token.
         s_aux: `[H]` learned sink logits, part of the denominator.
         last: column of the last real token, where an encoder's queries see it.
     """
@@ -206,7 +206,7 @@ def measure_window(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def measure_queries(query: Tensor, kv_heads: int) -> dict[str, Tensor]:
-    """Sums of `q q^T` over query rows `[H, Q, D]` and the heads of each KV head's group: what a key's error costs."""
+    """Sums of `q q^T` over query rows `[H, Q, D]` and the heads of each KV head's group: what key errors cost."""
     grouped = query.float().unflatten(0, (kv_heads, -1)).flatten(1, 2)
     return {
         "query_gram": (grouped.mT @ grouped).double(),
@@ -218,17 +218,17 @@ def measure_keys(key: Tensor, value: Tensor, sink: Tensor) -> dict[str, Tensor]:
     """Ranges and the mean of keys and values `[KVH, L, D]` of real tokens; `sink` `[L]` marks the sink tokens."""
     rest_k, rest_v = key[:, ~sink].float(), value[:, ~sink].float()
     sink_k, sink_v = key[:, sink].float(), value[:, sink].float()
-    found = {
+    fields = {
         "key_sum": rest_k.double().sum(1),
         "key_count": torch.full((key.shape[0],), float(rest_k.shape[1])),
     }
     if rest_k.shape[1]:
         low, high = rest_k.amin(1), rest_k.amax(1)
-        found |= {"key_max": high, "key_min_negated": -low, "value_amax": rest_v.abs().amax(1)}
+        fields |= {"key_max": high, "key_min_negated": -low, "value_amax": rest_v.abs().amax(1)}
     if sink_k.shape[1]:
         low, high = sink_k.amin(1), sink_k.amax(1)
-        found |= {"key_sink_max": high, "key_sink_min_negated": -low, "value_sink_amax": sink_v.abs().amax(1)}
-    return found
+        fields |= {"key_sink_max": high, "key_sink_min_negated": -low, "value_sink_amax": sink_v.abs().amax(1)}
+    return fields
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ class CodedPart:
 def code_window(key: Tensor, value: Tensor, sink: tuple[int, int], end: int) -> list[CodedPart]:
     """What a cache would code of one sequence `[KVH, L, D]`, at each width, with the sink tokens exact and without.
 
-    `sink` as in `measure_rows`; columns from `end` on are no real tokens. Empty where not one block behind the sink
-    tokens grows old, or codes have no place for the head size.
+    `sink` as in `measure_rows`; real tokens end before column `end`. Empty where no block after the sink tokens is old
+    enough to be coded, or where the head size cannot be coded.
     """
     if end - RESIDUAL - sink[1] < BLOCK or key.shape[-1] % CODED_MULTIPLE or value.shape[-1] % CODED_MULTIPLE:
         return []
@@ -260,7 +260,7 @@ def code_window(key: Tensor, value: Tensor, sink: tuple[int, int], end: int) -> 
 def _code_window(key: Tensor, value: Tensor, sink: tuple[int, int], end: int) -> list[CodedPart]:
     parts = []
     for width, bits in enumerate(WIDTHS):
-        v = coded_values(value[:, sink[0] : end], bits)  # by token: the same wherever a block begins
+        v = coded_values(value[:, sink[0] : end], bits)  # coded per token, so the same wherever a block begins
         for field, start in (("kv_error", sink[1]), ("kv_error_no_sink", sink[0])):
             blocks = (end - RESIDUAL - start) // BLOCK
             k = coded_keys(key[:, start : start + blocks * BLOCK].unflatten(1, (blocks, BLOCK)), bits).flatten(1, 2)
@@ -270,7 +270,7 @@ def _code_window(key: Tensor, value: Tensor, sink: tuple[int, int], end: int) ->
 
 @contextlib.contextmanager
 def _threads_for(numbers: int) -> Iterator[None]:
-    """One thread while the block's tensors are small: waking others costs more than they save (2.7 times, measured)."""
+    """One thread for small tensors: waking others costs more than they save (measured: 2.7 times the time)."""
     before = torch.get_num_threads()
     if numbers >= SMALL or before == 1:
         yield
@@ -294,12 +294,12 @@ def measure_kv(
     energy: Tensor,
     s_aux: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What it costs the layer's output to hold one KV head's keys and values as codes, for each KV head alone.
+    """Error of the layer's output when the keys and values of one KV head alone are held as codes.
 
-    A query sees the blocks of `parts` as codes that lie wholly `RESIDUAL` or more positions before it, all else exact:
-    `kv_error [KVH, widths]` with the sink tokens exact, `kv_error_no_sink` with blocks from the first token on, are
+    A query sees as codes those blocks of `parts` that lie wholly `RESIDUAL` or more positions before it, and all else
+    exact. `kv_error [KVH, widths]` (sink tokens exact) and `kv_error_no_sink` (blocks from the first token on) are
     squared errors of the attention output after the output projection. Only rows that see a coded key count:
-    `kv_rows` and `kv_energy [KVH]`, the layer's squared output in them.
+    `kv_rows` is their number, `kv_energy [KVH]` the layer's squared output in them.
 
     Args:
         query, key, value: `[H, Q, D]`, `[KVH, L, D]` in float32.
@@ -322,12 +322,14 @@ def measure_kv(
         return torch.cat([s, s_aux.to(s)[:, None, None].expand(*s.shape[:2], 1)], -1).softmax(-1)[..., :-1]
 
     def product(p: Tensor, v: Tensor) -> Tensor:
-        """`[KVH, G Q, D]`: the rows of a KV head's query heads below each other."""
+        """`[KVH, G Q, D]`: the rows of a KV head's query heads stacked."""
         return p.reshape(kv_heads, -1, p.shape[-1]) @ v
 
     s = logits(query, key).masked_fill_(~visible, -torch.inf)
     exact = product(weights(s), value)
-    found = {name: torch.zeros(kv_heads, len(WIDTHS), dtype=torch.float64) for name in ("kv_error", "kv_error_no_sink")}
+    errors = {
+        name: torch.zeros(kv_heads, len(WIDTHS), dtype=torch.float64) for name in ("kv_error", "kv_error_no_sink")
+    }
     for part in parts:
         where = slice(part.start, part.start + part.key.shape[1])
         old = _old(rows, columns[where], part.start)
@@ -336,13 +338,13 @@ def measure_kv(
         p = weights(coded)
         output = product(p, value) + product(p[..., where] * old, part.value - value[:, where])
         delta = (output - exact).unflatten(1, (-1, len(rows))).transpose(1, 2).flatten(2)  # [KVH, Q, G D]
-        found[part.field][:, part.width] = ((delta @ gram) * delta).sum((1, 2)).double().clamp(min=0)
-    found["kv_rows"] = torch.full((kv_heads,), float(len(rows)))
-    found["kv_energy"] = energy.double().sum().expand(kv_heads)
-    return found
+        errors[part.field][:, part.width] = ((delta @ gram) * delta).sum((1, 2)).double().clamp(min=0)
+    errors["kv_rows"] = torch.full((kv_heads,), float(len(rows)))
+    errors["kv_energy"] = energy.double().sum().expand(kv_heads)
+    return errors
 
 
 def _old(rows: Tensor, columns: Tensor, start: int) -> Tensor:
-    """`[Q, N]`: whether a query at `rows` finds `columns` in a block from `start` on that is old enough to be coded."""
+    """`[Q, N]`: whether, to a query at `rows`, `columns` lie in a block (from `start` on) old enough to be coded."""
     stop = start + (rows + 1 - RESIDUAL - start) // BLOCK * BLOCK
     return (columns >= start) & (columns < stop[:, None])

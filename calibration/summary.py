@@ -1,4 +1,4 @@
-"""A calibration as a person reads it on the terminal, and as `--json` gives it."""
+"""A calibration as the terminal shows it, and as `--json` prints it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +11,8 @@ from quantsink.calibration.calibration import LEVELS, Calibration
 from quantsink.calibration.records import Head
 
 STRONGEST = 10
-NEAR, NEAR_MASS = 256, 0.02
-"""A KV head is near-sighted where at most this share of its weight, sink tokens left out, lies that far away."""
+LOCAL_DISTANCE, LOCAL_MASS = 256, 0.02
+"""A KV head is local if at most this share of its weight, sink tokens left out, lies that many tokens away or more."""
 
 
 def differing(calibration: Calibration) -> list[Head]:
@@ -28,15 +28,15 @@ def counts(calibration: Calibration) -> dict[str, int]:
 
 
 def kv_counts(calibration: Calibration) -> dict[str, int | None]:
-    """KV heads in all, those that hold a sink head, and near-sighted ones: None where no window was long enough."""
+    """KV heads in all, those that hold a sink head, and local ones: None where no window was long enough."""
     heads = calibration.kv_heads()
-    far = [mass for h in heads if (mass := h.far[NEAR]) is not None]
-    near = sum(mass <= NEAR_MASS for mass in far) if far else None
-    return {"all": len(heads), "sink": sum(h.sink for h in heads), "near": near}
+    far = [mass for h in heads if (mass := h.far[LOCAL_DISTANCE]) is not None]
+    local = sum(mass <= LOCAL_MASS for mass in far) if far else None
+    return {"all": len(heads), "sink": sum(h.sink for h in heads), "local": local}
 
 
 def as_dict(calibration: Calibration, folder: str) -> dict[str, Any]:
-    """What `--json` prints: counts, conditions and where the tables lie."""
+    """What `--json` prints: counts, conditions and the folder of the tables."""
     return {
         "calibration": folder,
         "model": calibration.model,
@@ -56,8 +56,8 @@ def render(calibration: Calibration) -> RenderableType:
 def _parts(calibration: Calibration) -> Iterator[RenderableType]:
     heads = calibration.heads()
     for domain in calibration.domains:
-        rest = "" if domain.complete else "; --max-tokens reached, text left over"
-        taken = f"; {domain.removed_bos} BOS tokens taken out of the text" if domain.removed_bos else ""
+        rest = "" if domain.complete else "; --max-tokens reached before the end of the text"
+        taken = f"; {domain.removed_bos} BOS tokens removed from the text" if domain.removed_bos else ""
         yield Text(f"{domain.name}: {domain.tokens:,} tokens in {domain.windows} windows{rest}{taken}")
     if calibration.bos is None:
         yield Text("No BOS token: the first token of each window is the sink candidate.", style="yellow")
@@ -71,14 +71,14 @@ def _parts(calibration: Calibration) -> Iterator[RenderableType]:
     yield levels
 
     kv = kv_counts(calibration)
-    near = "not measured: windows too short" if kv["near"] is None else f"{kv['near']}"
+    local = "not measured: windows too short" if kv["local"] is None else f"{kv['local']}"
     yield Text(
-        f"KV heads: {kv['all']}; {kv['sink']} hold a sink head; with at most {NEAR_MASS:.0%} of their weight beyond "
-        f"{NEAR} tokens: {near}"
+        f"KV heads: {kv['all']}; {kv['sink']} hold a sink head; local, with at most {LOCAL_MASS:.0%} of their weight "
+        f"beyond {LOCAL_DISTANCE} tokens: {local}"
     )
 
     strongest = Table(title=f"The {STRONGEST} strongest", title_justify="left")
-    for column in ("layer", "head", "KV head", "BOS mass", "+-", "entropy", "INT8 error", "with sink split"):
+    for column in ("layer", "head", "KV head", "BOS mass", "+-", "entropy", "INT8 error", "sink route error"):
         strongest.add_column(column, justify="right")
     for h in sorted(heads, key=lambda h: -h.bos_mass)[:STRONGEST]:
         strongest.add_row(
@@ -90,7 +90,7 @@ def _parts(calibration: Calibration) -> Iterator[RenderableType]:
     if len(calibration.domains) > 1:
         other = differing(calibration)
         names = [domain.name for domain in calibration.domains]
-        table = Table(title=f"Heads whose state differs between texts: {len(other)}", title_justify="left")
+        table = Table(title=f"Heads that are sink heads on some texts only: {len(other)}", title_justify="left")
         for column in ("layer", "head", *names):
             table.add_column(column, justify="right")
         gap = sorted(other, key=lambda h: -_spread(h))
@@ -101,7 +101,7 @@ def _parts(calibration: Calibration) -> Iterator[RenderableType]:
         if other:
             yield table
         else:
-            yield Text("No head is a sink head on one text and not on another.")
+            yield Text("Every head is a sink head on all texts or on none.")
 
 
 def _spread(head: Head) -> float:

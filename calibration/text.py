@@ -1,4 +1,4 @@
-"""From a text spec to windows of token ids: what calibration reads, truly counted and fingerprinted.
+"""From a text spec to the windows of token ids that calibration reads, counted and fingerprinted.
 
 Before a model is loaded: `parse_spec`, then `check_not_empty`. After: `windows`, or `sample_self` for the spec `self`.
 """
@@ -40,13 +40,13 @@ _CUT = re.compile(r"(?<=\S)\r?\n(?=\S)")
 
 @dataclass(frozen=True)
 class Source:
-    """A text spec that `parse_spec` found usable. `name` is what reports call it: a file's name without its folder."""
+    """A valid text spec, from `parse_spec`. `name` is its name in reports: of a file, without its folder."""
 
     spec: str
     name: str
 
     @property
-    def kind(self) -> str:
+    def format(self) -> str:
         """How the text is read: `self`, a built-in's whole spec, a file's suffix, or `hub`."""
         suffix = Path(self.spec).suffix.lower()
         return self.spec if self.spec in ("self", *BUILTINS) else suffix if suffix in _TEXT_FILES else "hub"
@@ -60,7 +60,7 @@ class Windows:
     tokens: sum of their lengths, BOS included. documents: how many documents gave at least one of them.
     removed_bos: BOS ids that the text itself contained and that were taken out.
     complete: False where max_tokens stopped the reading and text was left unread.
-    fingerprint: sha256 over the kind of source, seq_len and ids; changed data has another one.
+    fingerprint: sha256 over the source's format, seq_len and ids; changed data has another one.
     """
 
     name: str
@@ -80,7 +80,7 @@ def parse_spec(spec: str) -> Source:
     .parquet file, or `name[:config][:split]` of a hub data set (`name:test` is a split, `name:other` a
     configuration; the split is `train` unless given).
 
-    Raises UsageError for a spec that means nothing here, DataError for a file that is missing or a folder.
+    Raises UsageError for an invalid spec, DataError for a missing file or a folder.
     """
     if spec == "self" or spec in BUILTINS:
         return Source(spec, spec)
@@ -99,9 +99,11 @@ def parse_spec(spec: str) -> Source:
     if os.path.exists(path) or suffix in _OTHER_FILES:
         raise UsageError(f"data {spec!r}: cannot read {suffix or 'a file without suffix'}; use .txt, .jsonl, .parquet")
     if not _HUB_SPEC.fullmatch(spec):
-        raise UsageError(f"data {spec!r} is no built-in text, no file and no name[:config][:split]; check the path")
+        raise UsageError(
+            f"data {spec!r} is neither a built-in text nor a file nor name[:config][:split]; check the path"
+        )
     if not _installed("datasets"):
-        raise UsageError(f"data {spec!r} is no file here, and a hub data set needs pip install 'quantsink[data]'")
+        raise UsageError(f"data {spec!r} is not a file, and a hub data set needs pip install 'quantsink[data]'")
     return Source(spec, spec)
 
 
@@ -110,18 +112,18 @@ def documents(source: Source) -> Iterator[str]:
 
     A .txt file is one document, a .jsonl or .parquet file one per row. Raises DataError where text cannot be read.
     """
-    if source.kind == "self":
-        raise UsageError("data 'self' has no documents of its own; sample them with sample_self(model, tokenizer, ...)")
-    if source.kind == "hub":
+    if source.format == "self":
+        raise UsageError("data 'self' has no documents; sample them with sample_self(model, tokenizer, ...)")
+    if source.format == "hub":
         return _hub(source.spec)
     builtins = dict(zip(BUILTINS, (_prose, _code, _heldout), strict=True))
     readers = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet, **builtins}
-    return readers[source.kind](Path(source.spec).expanduser())
+    return readers[source.format](Path(source.spec).expanduser())
 
 
 def check_not_empty(source: Source) -> None:
     """Raise DataError unless the text has a character that is not white space; reads no further than that one."""
-    if source.kind != "self" and not any(text and not text.isspace() for text in documents(source)):
+    if source.format != "self" and not any(text and not text.isspace() for text in documents(source)):
         raise DataError(f"data {source.spec!r} holds no text; name a source with text in it")
 
 
@@ -150,12 +152,12 @@ def windows(
     _check_sizes(seq_len, max_tokens)
     if isinstance(source, str):
         raise UsageError("windows() takes parse_spec(spec) or a list of texts, not one string; wrap it: [text]")
-    kind = source.kind if isinstance(source, Source) else "documents"
-    name = name or (source.name if isinstance(source, Source) else kind)
-    own_bos = tokenizer.bos_token_id
-    if encoder and own_bos is None:
-        own_bos = tokenizer.cls_token_id
-    prefix = [own_bos] if bos and own_bos is not None else []
+    text_format = source.format if isinstance(source, Source) else "documents"
+    name = name or (source.name if isinstance(source, Source) else text_format)
+    bos_id = tokenizer.bos_token_id
+    if encoder and bos_id is None:
+        bos_id = tokenizer.cls_token_id
+    prefix = [bos_id] if bos and bos_id is not None else []
     end = [tokenizer.sep_token_id] if encoder and bos and tokenizer.sep_token_id is not None else []
     ids: list[torch.Tensor] = []
     tokens = read = removed = 0
@@ -163,7 +165,7 @@ def windows(
     for text in documents(source) if isinstance(source, Source) else source:
         before, window = len(ids), list(prefix)
         for token in _tokenize(tokenizer, text):
-            if token == own_bos:
+            if token == bos_id:
                 removed += 1
                 continue
             if max_tokens - tokens < 2 + len(end):
@@ -183,7 +185,7 @@ def windows(
     if not ids:
         raise DataError(f"data {name!r} gives no tokens; name a source with text in it")
     used_bos = prefix[0] if prefix else None
-    return Windows(name, tuple(ids), tokens, read, used_bos, removed, complete, _fingerprint(kind, seq_len, ids))
+    return Windows(name, tuple(ids), tokens, read, used_bos, removed, complete, _fingerprint(text_format, seq_len, ids))
 
 
 @torch.no_grad()
@@ -216,18 +218,18 @@ def sample_self(
     """Text that the model samples from itself: at most `tokens` tokens in windows of seq_len, at temperature 1.
 
     Each window starts with BOS, which is not sampled again; without one, with a random token that is not special. EOS
-    does not end it. The generator is on the CPU and its own: global random state and training mode are left as they
-    were. Another device may round otherwise and so give other text.
+    does not end it. A separate generator on the CPU draws the tokens, so the global random state and the training mode
+    stay as they were. Another device may round differently and so give other text.
 
     Raises UsageError for seq_len < 2 or tokens < seq_len, DataError where logits are not finite.
     """
     _check_sizes(seq_len, tokens, "tokens")
     generator = torch.Generator().manual_seed(seed)
-    own_bos = tokenizer.bos_token_id
-    used_bos = own_bos if bos else None
+    bos_id = tokenizer.bos_token_id
+    used_bos = bos_id if bos else None
     bias = torch.zeros(min(len(tokenizer), model.config.get_text_config().vocab_size))  # checkpoints pad theirs
-    if own_bos is not None:
-        bias[own_bos] = -torch.inf
+    if bos_id is not None:
+        bias[bos_id] = -torch.inf
     ordinary = sorted(set(range(len(bias))) - set(tokenizer.all_special_ids))
     firsts = torch.tensor(ordinary if used_bos is None else [used_bos])
     lengths = [min(seq_len, tokens - first) for first in range(0, tokens - 1, seq_len)]
@@ -273,8 +275,8 @@ def _check_sizes(seq_len: int, max_tokens: int, name: str = "max_tokens") -> Non
         raise UsageError(f"{name} is {max_tokens}, less than one window; raise it, or lower seq_len from {seq_len}")
 
 
-def _fingerprint(kind: str, seq_len: int, ids: Sequence[torch.Tensor]) -> str:
-    digest = hashlib.sha256(f"{kind} {seq_len}".encode())
+def _fingerprint(text_format: str, seq_len: int, ids: Sequence[torch.Tensor]) -> str:
+    digest = hashlib.sha256(f"{text_format} {seq_len}".encode())
     for window in ids:
         digest.update(f" {len(window)} ".encode() + window.numpy().astype("<i8").tobytes())
     return digest.hexdigest()
@@ -297,7 +299,7 @@ def _installed(package: str) -> bool:
 
 
 def _topics(*, heldout: bool) -> Iterator[str]:
-    """Python's own help topics; every fifth is held out, so that calibration and report read different text."""
+    """Python's help topics; every fifth is held out, so that calibration and report read different text."""
     with _reading("builtin:prose", "this Python comes without it; use builtin:code or a file"):
         from pydoc_data.topics import topics
     yield from (topics[topic] for number, topic in enumerate(sorted(topics)) if (number % 5 == 4) is heldout)
@@ -315,7 +317,7 @@ def _heldout(_: Path) -> Iterator[str]:
 
 
 def _runs(text: str) -> Iterator[tuple[str, ...]]:
-    """Every run of words that is too long to be shared by chance."""
+    """Every run of words too long to be shared by chance."""
     words = text.split()
     return (tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1))
 
@@ -344,12 +346,12 @@ def _jsonl(path: Path) -> Iterator[str]:
                     row = json.loads(line)
                     json.dumps(row, ensure_ascii=False).encode()  # no tokenizer takes half a surrogate pair
                 except (ValueError, RecursionError) as error:
-                    raise DataError(f"{path}, line {number} is not valid JSON; mend it or take it out") from error
+                    raise DataError(f"{path}, line {number} is not valid JSON; fix or remove it") from error
                 yield from _texts([row], f"{path}, line {number}")
 
 
 def _parquet(path: Path) -> Iterator[str]:
-    with _reading(str(path), "is it whole, and parquet?"):
+    with _reading(str(path), "check that it is a complete parquet file"):
         import pyarrow.parquet
 
         file = pyarrow.parquet.ParquetFile(path)
@@ -373,8 +375,8 @@ def _hub(spec: str) -> Iterator[str]:
 def _texts(rows: Iterable[Any], place: str) -> Iterator[str]:
     for row in rows:
         if not isinstance(row, dict) or "text" not in row:
-            found = f"only {', '.join(row)}" if isinstance(row, dict) else f"but a {type(row).__name__}"
-            raise DataError(f'{place} has no "text" {found}; rename the column that holds the text')
+            instead = f"only {', '.join(row)}" if isinstance(row, dict) else f"but a {type(row).__name__}"
+            raise DataError(f'{place} has no "text" {instead}; rename the column that holds the text')
         if isinstance(row["text"], str):
             yield row["text"]
         elif row["text"] is not None:
@@ -383,7 +385,7 @@ def _texts(rows: Iterable[Any], place: str) -> Iterator[str]:
 
 @contextmanager
 def _reading(place: str, remedy: str) -> Iterator[None]:
-    """Turn what files, optional libraries and the network raise into one line."""
+    """Turn exceptions of files, optional libraries and the network into one line."""
     try:
         yield
     except DataError:

@@ -105,7 +105,7 @@ def read(
         DataError: text that cannot be read, or gives no token to score.
     """
     source = parse_spec(spec)
-    if source.kind == "self":
+    if source.format == "self":
         raise UsageError("--data self: text that the model wrote itself says little about its loss; name a text")
     step = _check_layout(length, stride, context)
     if max_windows is not None and max_windows < 1:

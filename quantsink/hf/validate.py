@@ -12,7 +12,7 @@ from quantsink.kernels import Route
 from quantsink.layers.experts import ExpertWeights
 from quantsink.layers.linear import QuantizedLinear
 from quantsink.layers.tables import AttentionTable, CacheTable
-from quantsink.models.fingerprint import HASHED
+from quantsink.models.finite import all_finite
 from quantsink.strict_json import named, said
 
 _DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F32": torch.float32}
@@ -72,12 +72,8 @@ def check_values(model: Any) -> None:
                         f"{prefix}.{name} holds values that cannot be right; export the checkpoint again"
                     )
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_floating_point() and parameter.device.type != "meta" and not _finite(parameter):
+            if parameter.is_floating_point() and parameter.device.type != "meta" and not all_finite(parameter):
                 raise CheckpointError(f"{prefix}.{name} holds NaN or inf; fetch or export the checkpoint again")
-
-
-def _finite(parameter: torch.Tensor) -> bool:
-    return all(bool(part.isfinite().all()) for part in parameter.detach().flatten().split(HASHED))
 
 
 def _good_values(module: Any, name: str, tensor: torch.Tensor) -> bool:
@@ -90,4 +86,4 @@ def _good_values(module: Any, name: str, tensor: torch.Tensor) -> bool:
         return bool((tensor <= max(Route)).all())
     if name == "clip":
         return bool((tensor > 0).all())
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+    return not tensor.is_floating_point() or all_finite(tensor)

@@ -10,6 +10,7 @@ from accelerate.utils import align_module_device, has_offloaded_params
 from torch import nn
 
 from quantsink.errors import ModelError
+from quantsink.models.finite import all_finite
 
 CONFIG_FACTS = (
     "rope_parameters", "sliding_window", "layer_types", "hidden_act", "hidden_activation", "rms_norm_eps",
@@ -53,7 +54,7 @@ def fingerprint(config: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> 
         for digest in digests:
             digest.update(f"{name}{tuple(values.shape)}".encode())
         for part in values.flatten().split(HASHED):
-            if part.numel() and not bool(part.amax().isfinite() & part.amin().isfinite()):  # both carry NaN
+            if not all_finite(part):
                 raise ModelError(f"{name}: holds NaN or inf; this model cannot be measured or quantized")
             for digest, rounded in zip(digests, (part, part.half()), strict=True):
                 digest.update(rounded.to(torch.bfloat16).view(torch.uint8).numpy())

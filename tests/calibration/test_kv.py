@@ -273,9 +273,9 @@ def test_kv_heads_of_a_calibration(tiny_llama, tokenizer, tmp_path):
         "layer": 1, "kv_head": 1, "sink": last.sink, "error": list(last.error),
         "error_no_sink": list(last.error_no_sink), "far": {str(window): mass for window, mass in last.far.items()},
     }  # fmt: skip
-    near = sum(h.far[256] <= 0.02 for h in found)
-    assert as_dict(calibration, "x")["kv_heads"] == {"all": 4, "sink": sum(h.sink for h in found), "near": near}
-    assert f"beyond 256 tokens: {near}" in text(render(calibration))
+    local = sum(h.far[256] <= 0.02 for h in found)
+    assert as_dict(calibration, "x")["kv_heads"] == {"all": 4, "sink": sum(h.sink for h in found), "local": local}
+    assert f"beyond 256 tokens: {local}" in text(render(calibration))
 
 
 def test_short_windows_measure_no_cache(tiny_llama, tokenizer):

@@ -80,7 +80,7 @@ def assert_one_bos_first(read: Windows) -> None:
 @pytest.mark.parametrize("spec", ["builtin:prose", "builtin:code", "self"])
 def test_named_sources_are_usable_as_they_are(spec: str) -> None:
     source = parse_spec(spec)
-    assert (source.spec, source.name, source.kind) == (spec, spec, spec)
+    assert (source.spec, source.name, source.format) == (spec, spec, spec)
     check_not_empty(source)
 
 
