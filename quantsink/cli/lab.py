@@ -13,7 +13,6 @@ from quantsink.errors import UsageError
 from quantsink.progress import Progress
 
 app = typer.Typer(
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     help="The attention laboratory: why sinks form, which attention avoids them, what 8 bits does to each.\n\n"
     "Each experiment writes its tables (Markdown), pictures and figures (JSON) into one folder.",
@@ -22,15 +21,24 @@ app = typer.Typer(
 Seeds = Annotated[
     int | None, typer.Option(metavar="N", help="Trainings of each variant. [default: 5, or 1 with --quick]", min=1)
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="A small run to see that all works; its figures mean little.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A small run that shows that everything works; its figures mean little.")
+]
 Workers = Annotated[
-    int | None, typer.Option(metavar="N", help="Trainings at a time. [default: one a core]", min=1, show_default=False)
+    int | None,
+    typer.Option(metavar="N", help="Trainings at a time. [default: one per core]", min=1, show_default=False),
 ]
 Models = Annotated[
     list[str] | None,
     typer.Argument(metavar="MODEL", help="Hub ids, local folders or .gguf files.", show_default=False),
 ]
 Data = Annotated[str, typer.Option(metavar="SPEC", help="Text that the real models read.")]
+
+
+@app.callback(invoke_without_command=True)
+def help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
 
 
 @app.command(epilog="Example: quantsink lab trigger -o trigger")
@@ -44,7 +52,7 @@ def trigger(
     debug: Debug = False,
 ) -> None:
     """Train one- and four-layer models on the trigger task with each normalizer, a gate, a sink bias and a learnable
-    sink, look at their weights, put them into 8 bits, and let quantsink calibrate them."""
+    sink. Measure their weights, their error in 8 bits, and what quantsink's calibration finds."""
     from quantsink.eval.lab import experiments
 
     _run(output, force, as_json, [lambda progress: experiments.trigger(seeds, quick, workers, progress)])
@@ -118,7 +126,7 @@ def everything(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """The whole laboratory, real models too where some are named. A quarter of an hour on two cores with small ones."""
+    """The whole laboratory and a profile of each MODEL: a quarter of an hour on two cores with small models."""
     from quantsink.eval.lab import experiments
 
     experiments.check_vision()
@@ -127,7 +135,7 @@ def everything(
         lambda progress: experiments.language(seeds, quick, workers, progress),
         lambda progress: experiments.vision(seeds, quick, workers, progress),
     ]
-    # Real models first: what is wrong with one is then told before the long trainings.
+    # Real models first, so that an error in one is reported before the long trainings.
     _run(output, force, as_json, [*_profiles(models or [], data, quick, device, dtype, trust_remote_code), *trained])
 
 
@@ -137,18 +145,20 @@ Experiment = Callable[[Progress], Any]
 def _profiles(
     models: Sequence[str], data: str, quick: bool, device: str, dtype: str, trust_remote_code: bool
 ) -> list[Experiment]:
-    """Each model is found, and the text looked at, before any of them runs."""
+    """Names of models and of the text are checked before any model runs."""
     from quantsink.calibration.text import check_not_empty, parse_spec
     from quantsink.eval.lab import experiments
     from quantsink.models.source import find
 
     sources = [find(model) for model in models]
     labels = [Path(source.name).name for source in sources]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise UsageError(f"lab: two MODELs are called {twice}, and so would their pictures be; give them one at a time")
+    repeated = next((label for label in labels if labels.count(label) > 1), None)
+    if repeated is not None:
+        raise UsageError(
+            f"lab: two models are called {repeated}, so their pictures would be too; profile one at a time"
+        )
     if data == "self":
-        raise UsageError("lab: --data self: a profile reads one text for all models; name another")
+        raise UsageError("lab: --data self: a profile reads the same text with every model; name a text")
     check_not_empty(parse_spec(data))
 
     def run(source: Any, progress: Progress) -> Any:

@@ -1,4 +1,4 @@
-"""`quantsink lab`: the whole laboratory, small, and what a user can get wrong."""
+"""`quantsink lab`: the whole laboratory in small, and what a user can get wrong."""
 
 import importlib.util
 import json
@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from quantsink.cli.main import main
-from quantsink.eval.lab.output import FACTS, TABLES, is_laboratory
+from quantsink.eval.lab import experiments
+from quantsink.eval.lab.output import FACTS, TABLES, Finding, is_laboratory
+from quantsink.eval.lab.tables import Table
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -25,18 +27,63 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, out, err
 
 
+@pytest.fixture
+def small_trigger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the trigger experiment, one that is done at once."""
+    table = Table("Idle weight", ("variant", "weight"), (("softmax", "0.99"),), ("one seed",))
+    finding = Finding("trigger", "The trigger task", {"runs": [1]}, (table,), {"bos.png": b"\x89PNG"}, 1.5)
+    monkeypatch.setattr(experiments, "trigger", lambda *_: finding)
+
+
+@pytest.mark.usefixtures("small_trigger")
+def test_an_experiment_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "trigger"
+    code, out, err = run(capsys, "trigger", "-o", target)
+    assert code == 0, err
+    assert all(text in out for text in ("The trigger task", "Idle weight", "0.99", "one seed"))
+    assert str(target) in err.replace("\n", "")
+    assert sorted(path.name for path in target.iterdir()) == ["bos.png", FACTS, TABLES]
+    assert "![The trigger task](bos.png)" in (target / TABLES).read_text()
+    assert is_laboratory(target)
+    assert {path.name for path in tmp_path.iterdir()} == {"trigger"}, "nothing unfinished is left"
+
+
+@pytest.mark.usefixtures("small_trigger")
+def test_json_is_alone_on_stdout_and_what_the_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "trigger", "-o", tmp_path / "trigger", "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["written"] == str(tmp_path / "trigger")
+    assert facts["experiments"][0]["runs"] == [1]
+    assert json.loads((tmp_path / "trigger" / FACTS).read_text())["experiments"] == facts["experiments"]
+
+
+@pytest.mark.usefixtures("small_trigger")
+def test_an_output_folder_is_replaced_only_with_force_and_only_if_nothing_else_lies_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "trigger"
+    assert run(capsys, "trigger", "-o", target)[0] == 0
+    code, out, err = run(capsys, "trigger", "-o", target)
+    assert (code, out) == (2, "")
+    assert "is not empty" in err
+    assert run(capsys, "trigger", "-o", target, "--force")[0] == 0
+    (target / "notes.txt").write_text("mine")
+    code, _, err = run(capsys, "trigger", "-o", target, "--force")
+    assert code == 2
+    assert "holds more than quantsink wrote there" in err
+    assert (target / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_whole_laboratory_in_small(smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every experiment; `--json` alone on stdout; every table and picture. A wide limit: 70 to 90 s are usual."""
+    """Every experiment, with every table and picture."""
     target = tmp_path / "laboratory"
-    started = time.monotonic()
     code, out, err = run(capsys, "all", smollm2, "-o", target, "--quick", "--json")
-    seconds = time.monotonic() - started
     assert code == 0, err
     facts = json.loads(out)
     assert [e["experiment"] for e in facts["experiments"]] == ["profile", "trigger", "language", "vision"]
-    assert seconds < 240
-    assert sum(e["seconds"] for e in facts["experiments"]) == pytest.approx(seconds, rel=0.3)
     assert json.loads((target / FACTS).read_text())["experiments"] == facts["experiments"]
     tables = (target / TABLES).read_text()
     pictures = sorted(path.name for path in target.glob("*.png"))
@@ -45,32 +92,18 @@ def test_the_whole_laboratory_in_small(smollm2: Path, tmp_path: Path, capsys: py
     assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in target.glob("*.png"))
     assert not re.search(r"\| (nan|inf)\b", tables)
     assert is_laboratory(target)
-    assert {path.name for path in tmp_path.iterdir()} == {"laboratory"}, "nothing unfinished is left"
 
     runs = {(r["name"], r["layers"], r["own"]): r for r in facts["experiments"][1]["runs"]}
     assert runs["softmax", 1, True]["heads"][0]["bos"] > 0.95
     assert runs["relu", 1, True]["heads"][0]["bos"] < 0.05
-    check_second_run(target, capsys)
-
-
-def check_second_run(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A taken output is refused before any work; with --force only where nothing else lies in it."""
-    code, out, err = run(capsys, "trigger", "-o", target, "--quick")
-    assert (code, out) == (2, "")
-    assert "is not empty" in err
-    (target / "mine.txt").write_text("mine")
-    code, _, err = run(capsys, "trigger", "-o", target, "--quick", "--force")
-    assert code == 2
-    assert "holds more than quantsink wrote there" in err
-    assert (target / "mine.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["profile", "-o", "{tmp}/o"], "Missing argument 'MODEL"),
         (["profile", "{tmp}/none.gguf", "-o", "{tmp}/o"], "none.gguf: no such .gguf file"),
-        (["all", "some/model", "other/model", "-o", "{tmp}/o"], "two MODELs are called model"),
+        (["all", "some/model", "other/model", "-o", "{tmp}/o"], "two models are called model"),
         (["profile", "some/model", "--data", "self", "-o", "{tmp}/o"], "--data self"),
         (["profile", "some/model", "--data", "builtin:verse", "-o", "{tmp}/o"], "no such built-in text"),
         (["trigger", "-o", "{tmp}/o", "--seeds", "0"], "--seeds"),
@@ -79,19 +112,20 @@ def check_second_run(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["trigge", "-o", "{tmp}/o"], "trigge"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_command_line_is_refused_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, *(argument.format(tmp=tmp_path) for argument in arguments))
     assert code in (1, 2)
     assert out == ""
     assert len(err.strip().splitlines()) == 1, err
-    assert says in err
+    assert message in err
     assert not (tmp_path / "o").exists()
 
 
-def test_ctrl_c_stops_all_of_it_at_once(tmp_path: Path) -> None:
-    """Workers in the middle of a training too; one line, and nothing left behind."""
+@pytest.mark.slow
+def test_ctrl_c_stops_the_trainings_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Workers in the middle of a training too."""
     command = [sys.executable, "-m", "quantsink", "lab", "trigger", "-o", str(tmp_path / "o"), "--workers", "2"]
     child = subprocess.Popen(
         command,
@@ -101,25 +135,22 @@ def test_ctrl_c_stops_all_of_it_at_once(tmp_path: Path) -> None:
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # CI may start us without one
     )
-    deadline = time.monotonic() + 120
     workers: list[psutil.Process] = []
-    while time.monotonic() < deadline and not (len(workers) == 2 and min(map(spent, workers)) > 8):
+    while child.poll() is None and not (len(workers) == 2 and min(map(processor_seconds, workers)) > 8):
         workers = [p for p in psutil.Process(child.pid).children() if "spawn_main" in " ".join(p.cmdline())]
         time.sleep(0.2)
-    assert len(workers) == 2
-    stopped = time.monotonic()
     os.killpg(child.pid, signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert time.monotonic() - stopped < 20
     assert (child.returncode, out) == (130, "")
     assert err.strip().splitlines()[-1].startswith("quantsink: stopped")
     assert "Traceback" not in err
+    assert len(workers) == 2
     assert not any(worker.is_running() for worker in workers)
     assert list(tmp_path.iterdir()) == []
 
 
-def spent(process: psutil.Process) -> float:
-    """Processor seconds; importing takes a few of them."""
+def processor_seconds(process: psutil.Process) -> float:
+    """Imports take a few of them, so after some more a training runs."""
     return float(sum(process.cpu_times()[:2]))
 
 
@@ -127,10 +158,10 @@ def spent(process: psutil.Process) -> float:
 def test_without_scikit_learn_the_extra_is_named(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
 
     def without(name: str, *rest: Any) -> Any:
-        return None if name == "sklearn" else found(name, *rest)
+        return None if name == "sklearn" else find_spec(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
     code, _, err = run(capsys, command, "-o", tmp_path / "o", "--quick")
@@ -138,7 +169,10 @@ def test_without_scikit_learn_the_extra_is_named(
     assert "pip install 'quantsink[lab]'" in err
 
 
-def test_help_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--help")
-    assert code == 0
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_without_a_command_the_help_names_every_experiment(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
     assert all(name in out for name in ("trigger", "language", "vision", "profile", "all"))
