@@ -16,7 +16,7 @@ from quantsink.cli.main import app
 from quantsink.models.inputs import cache_argument
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")])
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDERS = "quantsink|calibration|kernels|eval|tests|examples|docs"
 SOURCES = frozenset(path.name for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.*"))

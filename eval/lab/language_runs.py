@@ -202,7 +202,7 @@ Verdict = Literal["reproduced", "not reproduced", "undecided"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What was published of softmax1 against softmax, and the change from one to the other here, pair by pair.
+    """What was published for softmax1 against softmax, and the change from one to the other here, pair by pair.
 
     bound: -0.25 claims a change of -25% or beyond, 0.05 one of at most 5%; None: nothing was claimed.
     """
@@ -289,9 +289,9 @@ def claims(result: LanguageResult) -> list[Claim]:
     return [
         compared(f"perplexity per byte, {LENGTH} bytes (1x)", "-", None, at(LENGTH)),
         compared(f"perplexity per byte, {LONG} bytes ({LONG // LENGTH}x)", CLAIMED, -0.15, at(LONG)),
-        compared("the same, if a token of 4 bytes is meant", f"{-A_TOKEN:.1%} lower a byte", A_TOKEN, at(LONG)),
+        compared("the same, if the claim is per token of 4 bytes", f"{-A_TOKEN:.1%} lower per byte", A_TOKEN, at(LONG)),
         compared(f"perplexity per byte from {LENGTH} on, in {LONG}", CLAIMED, -0.15, _beyond),
-        compared("the same, if a token of 4 bytes is meant", f"{-A_TOKEN:.1%} lower a byte", A_TOKEN, _beyond),
+        compared("the same, if the claim is per token of 4 bytes", f"{-A_TOKEN:.1%} lower per byte", A_TOKEN, _beyond),
         compared("variance of the gradient, trace, last step", "25% lower", -0.25, _trace),
         compared("variance of the gradient, trace / ‖true‖², last step", "25% lower", -0.25, _relative),
         Claim(

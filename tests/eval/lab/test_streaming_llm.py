@@ -271,7 +271,7 @@ def test_the_experiment_is_plain_data(tiny_llama: Build, tokenizer: Any, prose: 
     for needed in (
         "384 tokens in one sequence",
         "hold 68 keys",
-        "2 layers are restricted, 0 sliding",
+        "2 layers are restricted; 0 sliding",
         "| 320-383 | 64",
     ):
         assert needed in page
