@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quantsink.calibration.statistics import (
     CodedPart,
@@ -34,6 +33,7 @@ from quantsink.kernels import Route, sink_attention
 from quantsink.models.architecture import Architecture, matrix, sizes
 from quantsink.models.finite import all_finite
 from quantsink.models.head_layout import AttentionLayer
+from quantsink.models.native_attention import native_attention
 from quantsink.models.observe import Attend, intercepting
 
 FIRST_ROW = 16
@@ -281,21 +281,11 @@ def _for_layer(collector: Collector, layer: AttentionLayer) -> Attend:
     ) -> tuple[Tensor, Tensor | None]:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         collector.attention(layer, query, key, value, attention_mask, scaling, softcap, s_aux)
-        if softcap is None and s_aux is None:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        out = sink_attention(
-            query,
-            key,
-            value,
-            routes=torch.full((query.shape[1],), int(Route.NATIVE), device=query.device),
-            key_mean=torch.zeros(key.shape[1], key.shape[3], device=key.device),
-            scaling=scaling,
-            mask=attention_mask,
-            causal=layer.causal,
-            softcap=softcap,
-            s_aux=s_aux,
-        )
-        return out.transpose(1, 2).contiguous(), None
+        out = native_attention(
+            module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, dropout=dropout,
+            **kwargs,
+        )  # fmt: skip
+        return out.contiguous(), None
 
     return attend
 

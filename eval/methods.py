@@ -16,7 +16,7 @@ from quantsink.calibration.routing import plan
 from quantsink.errors import QuantSinkError, UsageError
 from quantsink.eval.divergence import MakeCache
 from quantsink.hf.convert import apply
-from quantsink.hf.convert import replace as replace_module
+from quantsink.hf.patches import changing
 from quantsink.models.architecture import Architecture
 from quantsink.recipe import PRESETS, Activations, Attention, Clip, Recipe
 
@@ -107,8 +107,9 @@ def _llm_int8(model: Any, _: Calibration | None) -> Any:
     """Every linear layer of the decoder as bitsandbytes' `Linear8bitLt`."""
     device = next(model.parameters()).device
     layer = _linear8bit(device)
-    for name in Architecture.of(model).linears:
-        replace_module(model, name, layer(model.get_submodule(name)))
+    with changing(model) as changes:
+        for name in Architecture.of(model).linears:
+            changes.put(name, layer(model.get_submodule(name)))
     return model
 
 

@@ -7,9 +7,8 @@ from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.calibration import Calibration
 from quantsink.calibration.routing import plan
 from quantsink.checkpoint.save_load import load, save
-from quantsink.hf.config import QuantSinkConfig
-from quantsink.hf.convert import apply, check_unquantized
-from quantsink.hf.quantizer import finish
+from quantsink.hf.convert import check_unquantized
+from quantsink.hf.quantizer import quantize as quantize_modules
 from quantsink.hf.sink_cache import SinkCache
 from quantsink.models.architecture import Architecture
 from quantsink.models.fingerprint import model_fingerprint
@@ -53,7 +52,4 @@ def quantize(model: Any, calibration: Calibration | str | Path, recipe: str | Pa
         calibration = Calibration.load(calibration)
     model_plan = plan(calibration, Recipe.load(recipe))
     calibration.check_model(model_fingerprint(model), Architecture.of(model), type(model).__name__)
-    config = QuantSinkConfig.of(model_plan)
-    apply(model, model_plan)
-    finish(model, config)
-    return model
+    return quantize_modules(model, model_plan)

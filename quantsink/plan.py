@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -10,7 +10,29 @@ from quantsink.errors import CacheError
 from quantsink.kernels import Route
 from quantsink.recipe import WIDTHS, KVCache, Recipe, Rounding
 
-__all__ = ["AttentionPlan", "CachePlan", "LinearPlan", "Plan", "Route", "head_plan"]
+__all__ = [
+    "AttentionPlan",
+    "AttentionShape",
+    "CachePlan",
+    "LinearPlan",
+    "LinearShape",
+    "Outline",
+    "Plan",
+    "Route",
+    "head_plan",
+]
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What a quantized linear layer is built from before its numbers are known."""
+
+    activations: Literal["native", "per_token", "static"]
+    sink_rows: Literal["native", "table", "plain"]
+    rows: int = 0
+    """Native output channels."""
+    columns: int = 0
+    """Native input channels."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +50,22 @@ class LinearPlan:
     sink_scale: float = 1.0
     """Static scale of the sink tokens' rows."""
 
+    @property
+    def shape(self) -> LinearShape:
+        return LinearShape(self.activations, self.sink_rows, len(self.native_rows), len(self.native_columns))
+
 
 def head_plan(recipe: Recipe) -> LinearPlan:
     """The output head's: no calibration watches its inputs, and it need not see every token of a pass."""
     return LinearPlan("native" if recipe.activations.kind == "native" else "per_token", "plain")
+
+
+class AttentionShape(NamedTuple):
+    """What an attention module's table is built from before its numbers are known."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +77,10 @@ class AttentionPlan:
     """`[KVH][D]`, the mean key without sink tokens."""
     clip: tuple[float, ...] | None = None
     """`[H]` score bound of each head, inf = not clipped; None where the recipe clips nothing."""
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(len(self.routes), len(self.key_mean), len(self.key_mean[0]) if self.key_mean else 0)
 
 
 @dataclass(frozen=True)
@@ -85,6 +123,19 @@ class CachePlan:
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What a checkpoint's config.json says of its plan: enough to build every module, without its numbers."""
+
+    recipe: Recipe
+    sink_size: int
+    linears: Mapping[str, tuple[int, int]]
+    """By module name: native rows and native columns."""
+    attentions: Mapping[str, AttentionShape]
+    experts: tuple[str, ...]
+    cache: CachePlan | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything `apply` needs, by module name."""
 
@@ -97,6 +148,17 @@ class Plan:
     cache: CachePlan | None = None
     notes: tuple[str, ...] = ()
     """What the user should know: heads that were not clipped, layers left native, ..."""
+
+    @property
+    def outline(self) -> Outline:
+        return Outline(
+            self.recipe,
+            self.sink_size,
+            {name: (len(linear.native_rows), len(linear.native_columns)) for name, linear in self.linears.items()},
+            {name: attention.shape for name, attention in self.attentions.items()},
+            self.experts,
+            self.cache,
+        )
 
     def count(self, route: Route) -> int:
         """Heads on one route."""

@@ -58,8 +58,8 @@ class Stored:
         Raises:
             ModelError: the file cannot be read.
         """
-        found = torch.empty(self.shape, dtype=self.dtype)
-        into, done = memoryview(_bytes(found)), 0
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        into, done = memoryview(_bytes(tensor)), 0
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.start)
@@ -72,7 +72,7 @@ class Stored:
             raise ModelError(
                 f"{self.file}: cannot be read: {error.strerror or error}; fetch the model again"
             ) from error
-        return found
+        return tensor
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, Stored]:
@@ -82,20 +82,21 @@ def read_headers(files: Iterable[Path]) -> dict[str, Stored]:
         ModelError: a damaged file, or a tensor that is in two of them.
         NotStreamableError: a type that PyTorch does not have.
     """
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in files:
         for name, stored in sorted(_header(file).items()):
-            if name in found:
+            if name in tensors:
                 raise ModelError(
-                    f"{file}: {name} is also in {found[name].file.name}, two tensors of one name; fetch the model again"
+                    f"{file}: {name} is also in {tensors[name].file.name}, two tensors of one name; "
+                    "fetch the model again"
                 )
-            found[name] = stored
-    return found
+            tensors[name] = stored
+    return tensors
 
 
 def _header(file: Path) -> dict[str, Stored]:
     """A file's tensors, which must fill it without gaps or overlaps."""
-    found, end = {}, 0
+    tensors, end = {}, 0
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -112,12 +113,12 @@ def _header(file: Path) -> dict[str, Stored]:
             stored = Stored(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + first)
             if first != end or last != first + stored.size:
                 raise ValueError(f"{name} does not lie where its header says")
-            found[name], end = stored, last
+            tensors[name], end = stored, last
         if 8 + length + end != file.stat().st_size:
             raise ValueError(f"holds {file.stat().st_size} bytes where its header says {8 + length + end}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file}: its model cannot be loaded, damaged: {error}; fetch the model again") from error
-    return found
+    return tensors
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -146,7 +147,7 @@ def lay(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) 
     return {name: (path, 8 + len(text) + start) for name, start in starts.items()}
 
 
-def put(path: Path, start: int, tensor: Tensor) -> None:
+def write(path: Path, start: int, tensor: Tensor) -> None:
     """Write a tensor's bytes where `lay` made room for them."""
     rest = memoryview(_bytes(tensor.detach().contiguous()))
     with path.open("r+b", buffering=0) as file:

@@ -92,12 +92,12 @@ def load(folder: str | Path, dtype: str = "auto", device: str = "cpu", trust_rem
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise CheckpointError(
-                f"{name}: holds code of its own (auto_map in config.json), which does not run unless you say so; read "
-                "it, then pass trust_remote_code=True"
+                f"{name}: needs custom code from the checkpoint (auto_map in config.json), which is disabled by "
+                "default; review it, then pass trust_remote_code=True"
             ) from error
-        kind, why = type(error).__name__, strict_json.said(error)
+        error_type, why = type(error).__name__, strict_json.said(error)
         raise CheckpointError(
-            f"{name}: cannot be loaded: {kind}: {why}; fetch or export the checkpoint again"
+            f"{name}: cannot be loaded: {error_type}: {why}; fetch or export the checkpoint again"
         ) from error
     if getattr(model, "quantization_method", None) != METHOD:
         raise CheckpointError(f"{name}: not a quantsink checkpoint; load it with transformers")
@@ -115,15 +115,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = strict_json.parse(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; fetch or export the checkpoint again") from error
-    found = config.get("quantization_config") if isinstance(config, dict) else None
-    if not isinstance(found, Mapping) or found.get("quant_method") != METHOD:
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != METHOD:
         raise CheckpointError(f"{path}: not a quantsink checkpoint; `quantsink export` writes one")
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
         layers = part.get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would make them one by one
             raise CheckpointError(f"{path}: num_hidden_layers {strict_json.shown(layers)}; export the checkpoint again")
-    return dict(found)
+    return dict(quantization)
 
 
 def is_checkpoint(folder: Path) -> bool:

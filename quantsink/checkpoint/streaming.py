@@ -17,18 +17,17 @@ from transformers import GenerationConfig
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from quantsink.checkpoint.safetensors_io import NotStreamableError, Stored, lay, put, read_headers
+from quantsink.checkpoint.safetensors_io import NotStreamableError, Stored, lay, read_headers, write
 from quantsink.errors import ModelError, QuantSinkError
-from quantsink.hf.config import QuantSinkConfig
-from quantsink.hf.convert import apply, dead_channels, warn_of_zeros
-from quantsink.hf.quantizer import finish
-from quantsink.layers.experts import ExpertWeights
-from quantsink.layers.linear import QuantizedLinear
-from quantsink.layers.tables import AttentionTable, CacheTable
-from quantsink.models.architecture import Architecture, matrix
+from quantsink.hf.convert import Exchange, dead_channels, warn_of_zeros
+from quantsink.hf.patches import changing
+from quantsink.hf.quantizer import quantize_with
+from quantsink.layers.replacement import Site
+from quantsink.layers.token_context import TokenContext
+from quantsink.models.architecture import matrix
 from quantsink.models.fingerprint import fingerprint
 from quantsink.models.source import Source, model_class
-from quantsink.plan import Plan, head_plan
+from quantsink.plan import Plan
 from quantsink.progress import Progress
 
 
@@ -48,11 +47,12 @@ class StreamedModel:
         for name, tensor in state.items():
             tied.setdefault(id(tensor), []).append(name)
         names = {name: next((n for n in tied[id(tensor)] if n in stored), None) for name, tensor in state.items()}
-        self._origin = {name: stored[own] for name, own in names.items() if own is not None}
+        self._origin = {name: stored[stored_name] for name, stored_name in names.items() if stored_name is not None}
         self._dtypes = {name: tensor.dtype for name, tensor in state.items()}
         self._original = dict(model.named_modules())
         self._owned = {prefix: self._names(prefix, module) for prefix, module in self._original.items()}
-        self._plan: Plan | None = None
+        self._exchanges: Mapping[str, Exchange] = {}
+        self._counted: set[str] = set()
 
     @property
     def quantization_method(self) -> str | None:
@@ -92,12 +92,9 @@ class StreamedModel:
 
     def quantize(self, plan: Plan) -> None:
         """Exchange modules as `plan` says; their tensors are made when they are saved."""
-        config = QuantSinkConfig.of(plan)
-        architecture = Architecture.of(self.model)
-        self._layers = {layer.name: layer for layer in architecture.attentions}
-        apply(self.model, plan)
-        finish(self.model, config)
-        self._plan = plan
+        with changing(self.model) as changes:
+            self._exchanges = quantize_with(changes, plan)
+        self._counted = set(plan.linears)
 
     def save_pretrained(self, folder: str | Path, max_shard_size: str = "5GB") -> None:
         """Write what `save_pretrained` of the quantized model would write, byte for byte."""
@@ -124,17 +121,17 @@ class StreamedModel:
             }
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
-        for name, tensor in self._made(places):
+        for name, tensor in self._tensors_of_modules(places):
             expected = state[name]
             if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
                 raise QuantSinkError(f"{name}: {tensor.dtype} {list(tensor.shape)} is not what was announced; a bug")
-            put(*places.pop(name), tensor)
+            write(*places.pop(name), tensor)
         if places:
             raise QuantSinkError(f"{min(places)}: no tensor was made for it; a bug")
 
-    def _made(self, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that is in `wanted`, made in the order of the modules."""
-        left = set(wanted)
+    def _tensors_of_modules(self, announced: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Every announced tensor, made in the order of the modules."""
+        left = set(announced)
         total, done = sum(self._origin[name].size for names in self._owned.values() for name in names), 0
         dead: dict[str, int] = {}
         for prefix, module in self.model.named_modules():
@@ -145,52 +142,39 @@ class StreamedModel:
 
     def _names(self, prefix: str, module: nn.Module) -> list[str]:
         """Names of the source's tensors that belong to a module itself."""
-        names = (f"{prefix}.{own}".strip(".") for own in (*module._parameters, *module._buffers))
+        names = (f"{prefix}.{tensor}".strip(".") for tensor in (*module._parameters, *module._buffers))
         return [name for name in names if name in self._origin]
 
     def _tensors(
         self, prefix: str, module: nn.Module, names: set[str], dead: dict[str, int]
     ) -> Iterator[tuple[str, Tensor]]:
-        made = self._module(prefix, module, dead)
-        if made is not None:
-            yield from ((f"{prefix}.{name}", tensor) for name, tensor in made.state_dict().items())
+        replacement = self._module(prefix, dead)
+        if replacement is not None:
+            yield from ((f"{prefix}.{name}", tensor) for name, tensor in replacement.state_dict().items())
             return
-        for own in (*module._parameters, *module._buffers):
-            name = f"{prefix}.{own}".strip(".")
+        for tensor_name in (*module._parameters, *module._buffers):
+            name = f"{prefix}.{tensor_name}".strip(".")
             if name in names:
                 yield name, self.read(name)
 
-    def _module(self, prefix: str, module: nn.Module, dead: dict[str, int]) -> nn.Module | None:
+    def _module(self, prefix: str, dead: dict[str, int]) -> nn.Module | None:
         """The module with its data, where it is one of ours."""
-        plan = self._plan
-        assert plan is not None
-        parent = prefix.rpartition(".")[0]
-        if isinstance(module, QuantizedLinear):
-            linear = self._filled(prefix)
-            if prefix in plan.linears:
-                dead[prefix] = dead_channels(matrix(linear))
-            return QuantizedLinear.of(
-                prefix, linear, plan.linears.get(prefix) or head_plan(plan.recipe), module.context
-            )
-        if isinstance(module, ExpertWeights):
-            return ExpertWeights.of(self.read(prefix), module.transposed)
-        if isinstance(module, AttentionTable):
-            return AttentionTable.of(
-                self._layers[parent], plan.attentions[parent], plan.recipe.attention, module.context
-            )
-        if isinstance(module, CacheTable):
-            assert plan.cache is not None
-            table: nn.Module = copy.copy(module)
-            table._buffers = {"query_gram": plan.cache.query_gram[parent]}
-            return table
-        return None
+        if prefix not in self._exchanges:
+            return None
+        original: Any = self._filled(prefix) if prefix in self._original else None
+        if original is None and prefix in self._origin:
+            original = self.read(prefix)
+        if prefix in self._counted:
+            dead[prefix] = dead_channels(matrix(original))
+        replacement, place, specification = self._exchanges[prefix]
+        return replacement.of(Site(place, original, torch.device("cpu"), TokenContext(0)), specification)
 
-    def _filled(self, name: str) -> nn.Module:
+    def _filled(self, name: str) -> Any:
         """An original module with its weights."""
         module: nn.Module = copy.copy(self._original[name])
         module._parameters = {
-            own: None if empty is None else nn.Parameter(self.read(f"{name}.{own}"), requires_grad=False)
-            for own, empty in module._parameters.items()
+            parameter: None if empty is None else nn.Parameter(self.read(f"{name}.{parameter}"), requires_grad=False)
+            for parameter, empty in module._parameters.items()
         }
         return module
 
@@ -219,8 +203,8 @@ def stream(
     if missing:
         raise ModelError(f"{source.name}: {missing[0]} is missing from its weight files; fetch the model again")
     names = model.state_dict().keys()
-    own = {name for name in names if name in stored}
-    left = names - own - set(model.all_tied_weights_keys) - set(model.all_tied_weights_keys.values())
+    read_as_stored = {name for name in names if name in stored}
+    left = names - read_as_stored - set(model.all_tied_weights_keys) - set(model.all_tied_weights_keys.values())
     if model._weight_conversions or left:
         raise NotStreamableError("its tensors need conversion")
     return StreamedModel(model, stored, progress)
@@ -230,11 +214,12 @@ def _skeleton(
     source: Source, config: Any, dtype: Any, stored: Mapping[str, Stored], trust_remote_code: bool
 ) -> tuple[Any, list[str]]:
     """What `from_pretrained` makes of tensors that hold no data, and the tensors that it misses."""
-    kind = model_class(config)
+    loader = model_class(config)
     config.name_or_path = source.root
     with torch.device("meta"):
-        auto = hasattr(kind, "from_config")
-        first = kind.from_config(config, trust_remote_code=trust_remote_code) if auto else kind(copy.deepcopy(config))
+        auto = hasattr(loader, "from_config")
+        options = {"trust_remote_code": trust_remote_code}
+        first = loader.from_config(config, **options) if auto else loader(copy.deepcopy(config))
     tied = first.all_tied_weights_keys
     for target, main in tied.items():
         if target in stored and main in stored and not _same(stored[target], stored[main]):
@@ -249,9 +234,9 @@ def _skeleton(
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    for name, found, expected in sorted(info["mismatched_keys"]):
+    for name, shape, expected in sorted(info["mismatched_keys"]):
         raise ModelError(
-            f"{source.name}: {name} is {list(found)} where {list(expected)} belongs by its config.json; fetch the "
+            f"{source.name}: {name} is {list(shape)} where {list(expected)} belongs by its config.json; fetch the "
             "model again"
         )
     model.config.name_or_path = source.root

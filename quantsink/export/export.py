@@ -23,9 +23,7 @@ from quantsink.eval.divergence import log_probs, score, score_reference
 from quantsink.eval.perplexity import EvalText, read
 from quantsink.export.card import Measured, model_card
 from quantsink.files import check_free
-from quantsink.hf.config import QuantSinkConfig
-from quantsink.hf.convert import apply
-from quantsink.hf.quantizer import finish
+from quantsink.hf.quantizer import quantize
 from quantsink.kernels import Route
 from quantsink.models.architecture import Architecture
 from quantsink.models.fingerprint import model_fingerprint
@@ -218,15 +216,12 @@ def _cgroup_limits() -> list[int]:
 
 
 def _quantize(model: Any, decided: Plan, text: EvalText | None) -> Measured | None:
-    config = QuantSinkConfig.of(decided)
     if text is None:
-        apply(model, decided)
-        finish(model, config)
+        quantize(model, decided)
         return None
     with log_probs() as store:
         before = score_reference(model, text.windows, store)
-        apply(model, decided)
-        finish(model, config)
+        quantize(model, decided)
         after = score(model, text.windows, store, name="quantized")
     agreed = sum(window.top1 for window in after) / text.scored
     return Measured(text.name, text.scored, perplexity(before), perplexity(after), kl_mean(after), agreed)

@@ -1,19 +1,18 @@
 """transformers' attention interface on one side, `quantsink::sink_attention` on the other."""
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quantsink.cache.layer import SinkLayer
 from quantsink.cache.placeholder import Placeholder
 from quantsink.errors import CacheError, QuantSinkError
 from quantsink.hf.register import NAME
-from quantsink.kernels import CodedKV, Route, coded_attention, sink_attention
+from quantsink.kernels import CodedKV, coded_attention, sink_attention
 from quantsink.layers.tables import TABLE, AttentionTable
+from quantsink.models.native_attention import native_attention, native_routes
 
 
 def forward(
@@ -43,64 +42,52 @@ def forward(
             raise QuantSinkError("quantsink attention has no dropout; call model.eval() first")
         if torch.is_grad_enabled() and query.requires_grad:
             raise QuantSinkError("quantsink attention has no gradient; call the model under torch.no_grad()")
-    given = attention_mask
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        attention_mask = attention_mask == 0
+    mask = attention_mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask == 0
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    rest: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if cached is None:
-        out = _plain(module, query, key, value, attention_mask, causal, dropout, **rest)
-        return out.transpose(1, 2).contiguous(), None
+        if isinstance(table, AttentionTable):
+            return _with_table(table, query, key, value, mask, causal, **options), None
+        out = native_attention(module, query, key, value, mask, is_causal=causal, dropout=dropout, **options)
+        return out.contiguous(), None
     if not causal:
         raise CacheError(f"{cached.policy.name}: a SinkCache holds causal attention only")
-    cached.begin(module, row_starts(attention_mask, cached, given))
+    cached.begin(module, row_starts(mask, cached, attention_mask))
     if cached.first:
         assert cached.pending is not None
-        out = _plain(module, query, *cached.pending, attention_mask, True, 0.0, **rest)
+        key, value = cached.pending
+        if isinstance(table, AttentionTable):
+            out = _with_table(table, query, key, value, mask, True, **options)
+        else:
+            out = native_attention(module, query, key, value, mask, is_causal=True, **options).contiguous()
     else:
-        out = _coded(table, query, cached.view(), **rest)
+        out = _with_codes(table, query, cached.view(), **options)
     cached.commit()
-    return out.transpose(1, 2).contiguous(), None
+    return out, None
 
 
-def _plain(
-    module: nn.Module,
+def _with_table(
+    table: AttentionTable,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     causal: bool,
-    dropout: float,
     *,
     scaling: float,
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Keys and values as they are. `[B, H, Lq, D]`."""
-    table = getattr(module, TABLE, None)
-    if not isinstance(table, AttentionTable):
-        if softcap is None and s_aux is None:
-            out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal)
-            return out.transpose(1, 2)
-        return sink_attention(
-            query,
-            key,
-            value,
-            routes=_native(query.shape[1], query.device),
-            key_mean=torch.zeros(key.shape[1], key.shape[3], device=key.device),
-            scaling=scaling,
-            mask=mask,
-            causal=causal,
-            softcap=softcap,
-            s_aux=s_aux,
-        )
+    """Each head on its route. `[B, Lq, H, D]`."""
     if mask is None:
         # A static cache has unused slots behind the real keys, and without padding transformers gives no mask for them.
         used = table.context.keys_in_use(key.shape[2])
         key, value = key[:, :, :used], value[:, :, :used]
     rule = table.rule
-    return sink_attention(
+    out = sink_attention(
         query,
         key,
         value,
@@ -118,16 +105,17 @@ def _plain(
         clip_absolute=table.clip if rule.clip.kind == "absolute" else None,
         s_aux=s_aux,
     )
+    return out.transpose(1, 2).contiguous()
 
 
-def _coded(
+def _with_codes(
     table: Any, query: Tensor, codes: CodedKV, *, scaling: float, softcap: float | None, s_aux: Tensor | None
 ) -> Tensor:
     """Keys and values as a cache holds them; without a table exact arithmetic on what the codes stand for."""
-    clip, kind, routes = None, "none", _native(query.shape[1], query.device)
+    clip, kind, routes = None, "none", native_routes(query.shape[1], query.device)
     if isinstance(table, AttentionTable):
         clip, kind, routes = table.clip, table.rule.clip.kind, table.routes
-    return coded_attention(
+    out = coded_attention(
         query,
         codes,
         routes=routes,
@@ -137,23 +125,19 @@ def _coded(
         clip_absolute=clip if kind == "absolute" else None,
         s_aux=s_aux,
     )
+    return out.transpose(1, 2).contiguous()
 
 
-@functools.lru_cache(maxsize=64)
-def _native(heads: int, device: torch.device) -> Tensor:
-    return torch.full((heads,), int(Route.NATIVE), dtype=torch.uint8, device=device)
-
-
-def row_starts(mask: Tensor | None, layer: SinkLayer, given: Tensor | None = None) -> list[int] | None:
+def row_starts(mask: Tensor | None, layer: SinkLayer, model_mask: Tensor | None = None) -> list[int] | None:
     """Column of each row's first real token, read from a boolean mask `[B, 1, Lq, L]`; None: no padding.
 
     Args:
-        given: the mask as the model gave it; all layers of a pass that were given the same one read it once.
+        model_mask: the mask as the model gave it. All layers of a pass that are given the same one read it once.
 
     Raises:
         CacheError: a mask that is not causal attention over rows padded on the left.
     """
-    name, seen = layer.policy.name, layer.pass_mask
+    name, pass_mask = layer.policy.name, layer.pass_mask
     columns, first = layer.mask_sizes
     if mask is None:
         # transformers gives none where all that a rolling cache's mask would cover is visible.
@@ -163,10 +147,10 @@ def row_starts(mask: Tensor | None, layer: SinkLayer, given: Tensor | None = Non
             f"{name}: a mask {list(mask.shape)} where [B, 1, L, {columns}] belongs; give the attention_mask of all "
             "tokens so far"
         )
-    if seen.mask is None or seen.mask is not given:
-        seen.mask, seen.starts = given, _read_starts(mask, name)
-    starts = seen.starts * len(layer.rows) if len(seen.starts) == 1 else seen.starts
-    # A row that fills a rolling cache's mask began before it, as earlier passes have seen.
+    if pass_mask.mask is None or pass_mask.mask is not model_mask:
+        pass_mask.mask, pass_mask.starts = model_mask, _read_starts(mask, name)
+    starts = pass_mask.starts * len(layer.rows) if len(pass_mask.starts) == 1 else pass_mask.starts
+    # A row that fills a rolling cache's mask began before it, as earlier passes have pass_mask.
     return [row.start if first and not new else new + first for row, new in zip(layer.rows, starts, strict=True)]
 
 
@@ -177,9 +161,9 @@ def _read_starts(mask: Tensor, name: str) -> list[int]:
     column = torch.arange(keys, device=mask.device)
     for first in range(0, queries, 64):
         part = mask[:, 0, first : first + 64]
-        own = torch.arange(first, first + part.shape[1], device=mask.device) + keys - queries
-        wanted = (column >= starts[:, None, None]) & (column <= own[:, None])
-        if not bool(((part == wanted) | (own < starts[:, None])[..., None]).all()):
+        row = torch.arange(first, first + part.shape[1], device=mask.device) + keys - queries
+        causal = (column >= starts[:, None, None]) & (column <= row[:, None])
+        if not bool(((part == causal) | (row < starts[:, None])[..., None]).all()):
             raise CacheError(
                 f"{name}: a SinkCache holds causal attention over rows padded on the left only; pad with "
                 'padding_side="left", give the attention_mask of all tokens so far, and no other mask'

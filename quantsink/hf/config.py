@@ -8,7 +8,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantsink.errors import CacheError, CheckpointError, RecipeError
 from quantsink.hf.register import NAME
-from quantsink.plan import CachePlan, Plan
+from quantsink.plan import AttentionShape, CachePlan, Outline, Plan
 from quantsink.recipe import KVCache, Recipe
 from quantsink.strict_json import shown
 
@@ -77,14 +77,30 @@ class QuantSinkConfig(QuantizationConfigMixin):
 
     @classmethod
     def of(cls, plan: Plan) -> "QuantSinkConfig":
+        outline = plan.outline
         return cls(
             FORMAT_VERSION,
-            plan.recipe.to_dict(),
-            plan.sink_size,
-            {name: [len(p.native_rows), len(p.native_columns)] for name, p in plan.linears.items()},
-            {name: [len(p.routes), len(p.key_mean), len(p.key_mean[0])] for name, p in plan.attentions.items()},
-            None if plan.cache is None else _cache_to_dict(plan.cache),
-            list(plan.experts),
+            outline.recipe.to_dict(),
+            outline.sink_size,
+            {name: list(counts) for name, counts in outline.linears.items()},
+            {name: list(shape) for name, shape in outline.attentions.items()},
+            None if outline.cache is None else _cache_to_dict(outline.cache),
+            list(outline.experts),
+        )
+
+    def outline(self) -> Outline:
+        """What the config says of the plan.
+
+        Raises:
+            CheckpointError: a value of the wrong kind.
+        """
+        return Outline(
+            self.parsed(),
+            self.sink_size,
+            {name: (rows, columns) for name, (rows, columns) in self.linears.items()},
+            {name: AttentionShape(*shape) for name, shape in self.attentions.items()},
+            tuple(self.experts),
+            self.cache_plan(),
         )
 
     def cache_plan(self) -> CachePlan | None:

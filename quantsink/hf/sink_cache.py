@@ -1,11 +1,8 @@
 """`SinkCache`: a KV cache for transformers that keeps its sinks exact and the rest in 8, 4, 3 or 2 bits."""
 
 import copy
-import dataclasses
-import inspect
 import logging
 import math
-import types
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
@@ -15,12 +12,11 @@ from quantsink.cache.layer import SinkLayer
 from quantsink.cache.layout import LayerPolicy
 from quantsink.cache.placeholder import PassMask
 from quantsink.errors import ArchitectureError, CacheError, RecipeError
-from quantsink.hf.attention import NAME
+from quantsink.hf.patches import changing, use_attention
 from quantsink.kernels.coded_attention.codes import Metric
 from quantsink.layers.tables import CACHE_TABLE, CacheTable
 from quantsink.models.architecture import attention_layers
 from quantsink.models.head_layout import AttentionLayer
-from quantsink.models.inputs import CACHE_ARGUMENTS, cache_argument
 from quantsink.models.rotary import rotations
 from quantsink.plan import CachePlan
 from quantsink.recipe import KVCache, Rounding, Widths
@@ -58,13 +54,9 @@ class SinkCache(Cache):
         metrics = {index: metric_of(modules[index], self.policies[index], plan) for index in coded}
         if not coded:
             log.warning("SinkCache: every layer of this model has sliding attention; the cache holds no codes")
-        before = model.config._attn_implementation
-        use_attention(model)
-        try:
+        with changing(model) as changes:
+            use_attention(changes)
             rotate = rotations(model, coded) if plan.options.max_length is not None else {}
-        except BaseException:
-            model.set_attn_implementation(before)
-            raise
         layers: list[Any] = [
             SinkLayer(policy, module, rotate.get(index), metrics[index])
             if policy.kind == "codes"
@@ -217,21 +209,6 @@ class SinkCache(Cache):
         return tensors
 
 
-def use_attention(model: Any) -> None:
-    """Let a model compute attention through quantsink; say so where another implementation was asked for."""
-    before = model.config._attn_implementation
-    if before == NAME:
-        return
-    if before not in (None, "sdpa"):
-        log.warning(
-            "attn_implementation=%r becomes %r, for every model that shares this config: without a SinkCache it "
-            "computes as sdpa, and attention weights are not returned",
-            before,
-            NAME,
-        )
-    model.set_attn_implementation(NAME)
-
-
 def metric_of(module: nn.Module, policy: LayerPolicy, plan: CachePlan) -> Metric | None:
     """What a layer rounds its keys with; None: each number by itself.
 
@@ -281,62 +258,4 @@ def _policy(model: Any, plan: CachePlan, layer: AttentionLayer, kind: str) -> La
     return policy
 
 
-def install(model: Any, plan: CachePlan) -> None:
-    """Let `model` make a `SinkCache` wherever it would have made a cache of its own: in `generate`, and in a forward
-    pass with `use_cache` and none given.
-
-    Raises:
-        CacheError, ArchitectureError: as `SinkCache`.
-    """
-    for policy in policies(model, plan):
-        module = model.get_submodule(policy.name)
-        if (
-            policy.kind == "codes"
-            and plan.rounding == "query"
-            and not isinstance(getattr(module, CACHE_TABLE, None), CacheTable)
-        ):
-            metric_of(module, policy, plan)
-            table = CacheTable(policy.kv_heads, policy.head_dim)
-            table.query_gram = plan.query_gram[policy.name].to(next(module.parameters(), model).device)
-            module.add_module(CACHE_TABLE, table)
-    model.kv_cache_plan = dataclasses.replace(plan, query_gram={})
-    model._prepare_cache_for_generation = types.MethodType(_prepare_for_generation, model)
-    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-
-
-def _prepare_for_generation(
-    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **named: Any
-) -> Any:
-    """In place of transformers' method of this name; what it cannot mean goes on to that one."""
-    name = cache_argument(model)
-    given = any(model_kwargs.get(argument) is not None for argument in CACHE_ARGUMENTS)
-    given = given or model.config._attn_implementation != NAME
-    if given or generation_config.use_cache is False or generation_config.cache_implementation is not None:
-        return type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *rest, **named)
-    model_kwargs[name] = SinkCache(model, model.kv_cache_plan)
-    if getattr(generation_config, "is_assistant", False):
-        model_kwargs[name].activate_past_recording()
-    return None
-
-
-def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = list(inspect.signature(model.forward).parameters)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    wanted = given.get("use_cache")
-    wanted = getattr(model.config, "use_cache", True) if wanted is None else wanted
-    if (
-        not wanted
-        or model.config._attn_implementation != NAME
-        or any(given.get(argument) is not None for argument in CACHE_ARGUMENTS)
-    ):
-        return None
-    mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
-        return None  # padding on the right: text to be scored, not gone on with
-    name = cache_argument(model)
-    if name in names[: len(args)]:
-        return None
-    return args, {**kwargs, name: SinkCache(model, model.kv_cache_plan)}
-
-
-__all__ = ["LayerPolicy", "SinkCache", "install", "policies"]
+__all__ = ["LayerPolicy", "SinkCache", "metric_of", "policies"]

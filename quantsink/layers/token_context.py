@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from quantsink.errors import QuantSinkError
-from quantsink.layers.shared_input import Merging
+from quantsink.layers.shared_input import SharedInputs
 from quantsink.models.inputs import CACHE_ARGUMENTS
 
 
@@ -27,43 +28,42 @@ class TokenContext:
         self.rows: Tensor | None = None
         self.pictures = False
         self.running = False
-        self.merging = Merging()
+        self.shared = SharedInputs()
 
-    def attach(self, decoder: nn.Module) -> None:
-        decoder.register_forward_pre_hook(self._before, with_kwargs=True)
-        decoder.register_forward_hook(self._done)
-        decoder.register_forward_hook(self._after, always_call=True)
+    def attach(self, decoder: nn.Module) -> list[RemovableHandle]:
+        """Hook the decoder; removing the handles takes the hooks back."""
+        return [
+            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            decoder.register_forward_hook(self._after, always_call=True),
+        ]
 
     def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.merging.clear()  # of a pass that was broken off
-        given = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
-        tokens = given.get("input_ids")
+        self.shared.clear()  # of a pass that was broken off
+        arguments = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+        tokens = arguments.get("input_ids")
         if tokens is None:
-            tokens = given.get("inputs_embeds")
+            tokens = arguments.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
-            pixels = given.get("pixel_values")
+            pixels = arguments.get("pixel_values")
             if not isinstance(pixels, Tensor):
                 raise QuantSinkError("quantsink: the decoder was called without input_ids or inputs_embeds")
             self._after()
             self.running = True
             self.pictures, self.device = True, pixels.device  # how many tokens they make, the first layer sees
             return
-        cache = next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+        cache = next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
         past = int(cache.get_seq_length()) if cache is not None else 0
-        mask = given.get("attention_mask")
+        mask = arguments.get("attention_mask")
         if isinstance(mask, dict):  # prepared masks by kind of layer; only the full one shows the first token always
             mask = mask.get("full_attention", next(iter(mask.values()), None))
         if mask is not None and not isinstance(mask, Tensor):
             raise QuantSinkError(f"quantsink: an attention_mask of type {type(mask).__name__} does not show padding")
         self.set((tokens.shape[0], tokens.shape[1]), past, mask, tokens.device)
 
-    def _done(self, *_: object) -> None:
-        self.merging.finish()
-
     def _after(self, *_: object) -> None:
         self.shape = self.rows = self.first = None
         self.pictures = self.running = False
-        self.merging.clear()
+        self.shared.clear()
 
     def set(self, shape: tuple[int, int], past: int, mask: Tensor | None, device: torch.device) -> None:
         """Work out the sink rows of one pass. `mask` is `[B, past + L]` (1 = real token) or `[B, 1, L, past + L]`."""

@@ -1,9 +1,9 @@
 """The one adapter that says where a model's heads and linear layers are.
 
-Names of config fields come from optimum's NormalizedConfig; the rest is read off the modules: which projections an
-attention module has, and how many heads their sizes make. Where a fused projection could be cut in several ways, and
-in any case before anything is measured, the model itself shows which channels are whose
-(`quantsink.models.probe`). What cannot be established is an `ArchitectureError` before any work.
+Names of config fields come from optimum's NormalizedConfig. Everything else is read from the modules: which
+projections an attention module has, and how many heads their sizes allow. The model itself then shows which channels
+belong to which head (`quantsink.models.probe`), which also decides between several ways to cut a fused projection.
+Whatever cannot be established is an `ArchitectureError` before any work.
 """
 
 import dataclasses
@@ -20,11 +20,12 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.pytorch_utils import Conv1D
 
 from quantsink.errors import ArchitectureError
-from quantsink.models.falcon import adopt
+from quantsink.models.falcon import can_use_interface
 from quantsink.models.head_layout import AttentionLayer, HeadSlices, fused, latent, separate
 
 SEPARATE_NAMES = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "in_proj")
+GATED_NAMES = ("gate_proj", "up_proj")
 LATENT_NAMES = ("kv_b_proj", "kv_a_proj_with_mqa")
 OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "c_proj")
 OUTER_OUTPUT = "output.dense"
@@ -53,6 +54,8 @@ class Architecture:
     linears: tuple[str, ...]
     """Every linear layer inside the blocks, in the order of the modules."""
     experts: tuple[Experts, ...] = ()
+    shared_inputs: tuple[tuple[str, ...], ...] = ()
+    """Linear layers that one module applies to one input: q, k, v; gate, up."""
 
     @property
     def heads(self) -> int:
@@ -64,18 +67,19 @@ class Architecture:
 
     @classmethod
     def of(cls, model: Any) -> "Architecture":
-        """Read a transformers language model or encoder; see for itself where the heads are, if weights are loaded.
+        """Read a transformers language model or encoder. If its weights are loaded, the model is run to see where the
+        heads are; it is not changed.
 
         Raises:
-            ArchitectureError: attention that does not go through transformers' attention interface, projections that
-                are not known, heads that are mixed or lie elsewhere than the modules' sizes say.
+            ArchitectureError: attention that does not use transformers' attention interface, unknown projections, or
+                heads that are mixed or lie elsewhere than the modules' sizes say.
         """
-        found, candidates = read(model)
+        architecture, candidates = read(model)
         if any(p.is_meta and not hasattr(m, "_hf_hook") for m in model.modules() for p in m.parameters(recurse=False)):
-            return found
+            return architecture
         from quantsink.models.probe import settle
 
-        return dataclasses.replace(found, attentions=settle(model, found, candidates))
+        return dataclasses.replace(architecture, attentions=settle(model, architecture, candidates))
 
 
 Candidates = list[list[AttentionLayer]]
@@ -83,49 +87,55 @@ Candidates = list[list[AttentionLayer]]
 
 
 def attention_layers(model: Any) -> tuple[AttentionLayer, ...]:
-    """The attention of a model that may be quantized already; places of slices are a guess where they are fused."""
+    """The attention layers of a model that may be quantized already. Where a projection is fused, the places of the
+    slices are a guess."""
     return read(model, quantized=True)[0].attentions
 
 
 def read(model: Any, quantized: bool = False) -> tuple[Architecture, Candidates]:
-    """What names and sizes of modules tell, the first way to cut each layer's projections in it.
+    """What the names and sizes of modules tell: the architecture with the first way to cut each layer's projections,
+    and all the ways.
 
     Args:
-        quantized: take projections of any class that have sizes.
+        quantized: accept projections of any class that has sizes.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
         raise ArchitectureError(f"{type(model).__name__}: not a transformers model")
-    kind = config.model_type
+    model_type = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ArchitectureError(f"{kind}: encoder-decoder models are not supported")
-    if not getattr(model, "_supports_attention_backend", False) and not adopt(model):
-        raise ArchitectureError(f"{kind}: its attention does not go through transformers' attention interface")
+        raise ArchitectureError(f"{model_type}: encoder-decoder models are not supported")
+    if not getattr(model, "_supports_attention_backend", False) and not can_use_interface(model):
+        raise ArchitectureError(f"{model_type}: its attention does not go through transformers' attention interface")
     decoder = model.get_decoder()
-    name = next(n for n, m in model.named_modules() if m is decoder)
+    decoder_name = next(name for name, module in model.named_modules() if module is decoder)
     heads, kv_heads = _config_heads(config)
-    candidates = [_with_window(config, layers) for layers in _attention_layers(decoder, name, kind, quantized)]
-    found = tuple(layers[0] for layers in candidates)
-    if not found:
-        raise ArchitectureError(f"{kind}: no attention module with projections that quantsink knows")
-    for layer in found:
+    candidates = [
+        _with_window(config, cuts) for cuts in _attention_layers(decoder, decoder_name, model_type, quantized)
+    ]
+    layers = tuple(cuts[0] for cuts in candidates)
+    if not layers:
+        raise ArchitectureError(f"{model_type}: no attention module with projections that quantsink knows")
+    for layer in layers:
         if layer.heads != heads or kv_heads not in (None, layer.kv_heads):
             raise ArchitectureError(
-                f"{kind}: {layer.name} has {layer.heads} query and {layer.kv_heads} KV heads, "
+                f"{model_type}: {layer.name} has {layer.heads} query and {layer.kv_heads} KV heads, "
                 f"its config says {heads} and {kv_heads}"
             )
-    inside = _blocks(kind, model, found)
-    linears = tuple(n for n, m in inside.items() if is_linear(m))
-    return Architecture(kind, name, found, linears, tuple(_experts(kind, inside))), candidates
+    modules = _blocks(model_type, model, layers)
+    linears = tuple(name for name, module in modules.items() if is_linear(module))
+    shared = tuple(_shared_inputs(modules))
+    return Architecture(
+        model_type, decoder_name, layers, linears, tuple(_experts(model_type, modules)), shared
+    ), candidates
 
 
 def is_linear(module: nn.Module) -> bool:
     """A plain linear layer: torch's, GPT-2's transposed one, or a subclass of transformers' own."""
-    kind = type(module)
-    if kind in (nn.Linear, Conv1D):
+    if type(module) in (nn.Linear, Conv1D):
         return True
-    own = isinstance(module, nn.Linear) and kind.__module__.startswith("transformers.models.")
-    return own and {n for n, _ in module.named_parameters()} <= {"weight", "bias"}
+    of_transformers = isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.models.")
+    return of_transformers and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def matrix(linear: nn.Module) -> Tensor:
@@ -170,17 +180,19 @@ def _config_heads(config: Any) -> tuple[int, int | None]:
 
 
 def _with_window(config: Any, layers: list[AttentionLayer]) -> list[AttentionLayer]:
-    """A layer's candidates with its sliding window, from the kinds of layer that the config names."""
+    """A layer's candidates with its sliding window, as the config's layer types say."""
     text = config.get_text_config(decoder=True)
     if not layers[0].causal or not hasattr(text, "num_hidden_layers"):
         return layers
     _, options = get_layer_types_and_kwargs(text)
     index = layers[0].index
-    own = options[index] if index < len(options) else {}
-    return [dataclasses.replace(layer, window=own.get("sliding_window")) for layer in layers]
+    window = options[index].get("sliding_window") if index < len(options) else None
+    return [dataclasses.replace(layer, window=window) for layer in layers]
 
 
-def _attention_layers(decoder: nn.Module, prefix: str, kind: str, quantized: bool) -> Iterator[list[AttentionLayer]]:
+def _attention_layers(
+    decoder: nn.Module, prefix: str, model_type: str, quantized: bool
+) -> Iterator[list[AttentionLayer]]:
     modules = {f"{prefix}.{n}".strip("."): m for n, m in decoder.named_modules()}
     index = 0
     for name, module in modules.items():
@@ -189,26 +201,26 @@ def _attention_layers(decoder: nn.Module, prefix: str, kind: str, quantized: boo
         if inputs is None:
             continue
         if "q_attn" in children:
-            raise ArchitectureError(f"{kind}: {name}: cross-attention is not supported")
+            raise ArchitectureError(f"{model_type}: {name}: cross-attention is not supported")
         outputs = [f"{name}.{child}" for child in OUTPUT_NAMES if child in children]
         outer = f"{name.rpartition('.')[0]}.{OUTER_OUTPUT}"
         outputs += [outer] if not outputs and outer in modules else []
         if len(outputs) != 1:
-            raise ArchitectureError(f"{kind}: {name}: no output projection among {', '.join(OUTPUT_NAMES)}")
-        own = getattr(module, "layer_idx", None)
-        if own is not None and own != index:
+            raise ArchitectureError(f"{model_type}: {name}: no output projection among {', '.join(OUTPUT_NAMES)}")
+        layer_idx = getattr(module, "layer_idx", None)
+        if layer_idx is not None and layer_idx != index:
             raise ArchitectureError(
-                f"{kind}: {name} is attention layer {index} but calls itself {own}; models that mix attention with "
-                "other layers are not supported"
+                f"{model_type}: {name} is attention layer {index} but its layer_idx is {layer_idx}; models that mix "
+                "attention with other layers are not supported"
             )
         parts = [f"{name}.{child}" for child in inputs]
         for part in (*parts, outputs[0]):
             if not is_linear(modules[part]) and not (quantized and hasattr(modules[part], "in_features")):
                 raise ArchitectureError(
-                    f"{kind}: {part} is a {type(modules[part]).__name__}, not a plain linear layer; "
+                    f"{model_type}: {part} is a {type(modules[part]).__name__}, not a plain linear layer; "
                     "quantize the original model, not one that is already quantized or adapted"
                 )
-        yield _attention_layer(kind, name, index, modules, parts, outputs[0])
+        yield _attention_layer(model_type, name, index, modules, parts, outputs[0])
         index += 1
 
 
@@ -223,17 +235,17 @@ def _inputs(children: dict[str, nn.Module]) -> tuple[str, ...] | None:
 
 
 def _attention_layer(
-    kind: str, name: str, index: int, modules: dict[str, nn.Module], inputs: list[str], out: str
+    model_type: str, name: str, index: int, modules: dict[str, nn.Module], inputs: list[str], out: str
 ) -> list[AttentionLayer]:
     module = modules[name]
     head_dim = next((getattr(module, n) for n in HEAD_SIZES if isinstance(getattr(module, n, None), int)), None)
     if head_dim is None:
-        raise ArchitectureError(f"{kind}: {name} does not say its head size")
+        raise ArchitectureError(f"{model_type}: {name} does not say its head size")
     value_dim = getattr(module, "v_head_dim", head_dim) if len(inputs) == 2 else head_dim
     rows, o_columns = [sizes(modules[part])[0] for part in inputs], sizes(modules[out])[1]
     heads = o_columns // value_dim
     if heads < 1 or heads * value_dim != o_columns:
-        raise ArchitectureError(f"{kind}: {out}: {o_columns} inputs do not divide into heads of {value_dim}")
+        raise ArchitectureError(f"{model_type}: {out}: {o_columns} inputs do not divide into heads of {value_dim}")
     if len(inputs) == 3:
         cuts = separate(inputs, rows, heads, head_dim)
     elif len(inputs) == 1:
@@ -241,9 +253,9 @@ def _attention_layer(
     else:
         cuts = latent(inputs, rows, heads, head_dim, value_dim, getattr(module, "qk_nope_head_dim", 0))
     if not cuts:
-        found = ", ".join(f"{part.rpartition('.')[2]} {n}" for part, n in zip(inputs, rows, strict=True))
+        counts = ", ".join(f"{part.rpartition('.')[2]} {n}" for part, n in zip(inputs, rows, strict=True))
         raise ArchitectureError(
-            f"{kind}: {name}: {found} and o {o_columns} channels do not divide into heads of {head_dim}"
+            f"{model_type}: {name}: {counts} and o {o_columns} channels do not divide into heads of {head_dim}"
         )
     causal = bool(getattr(module, "is_causal", True))
     o = HeadSlices.even(out, heads, value_dim)
@@ -253,28 +265,39 @@ def _attention_layer(
     ]
 
 
-def _experts(kind: str, modules: dict[str, nn.Module]) -> Iterator[Experts]:
+def _experts(model_type: str, modules: dict[str, nn.Module]) -> Iterator[Experts]:
     for name, module in modules.items():
-        own = {n: p for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
-        if not own:
+        weights = {n: p for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
+        if not weights:
             continue
-        counts = {p.shape[0] for p in own.values()}
+        counts = {p.shape[0] for p in weights.values()}
         transposed, count = getattr(module, "is_transposed", None), getattr(module, "num_experts", None)
         if transposed is None or counts != {count}:
             raise ArchitectureError(
-                f"{kind}: {name}.{next(iter(own))}: a 3-D parameter of experts that do not go through transformers' "
-                "experts interface"
+                f"{model_type}: {name}.{next(iter(weights))}: a 3-D parameter of experts that do not go through "
+                "transformers' experts interface"
             )
-        yield Experts(name, int(typing.cast(int, count)), tuple(own), bool(transposed))
+        yield Experts(name, int(typing.cast(int, count)), tuple(weights), bool(transposed))
 
 
-def _blocks(kind: str, model: nn.Module, found: tuple[AttentionLayer, ...]) -> dict[str, nn.Module]:
+def _shared_inputs(modules: dict[str, nn.Module]) -> Iterator[tuple[str, ...]]:
+    """Layers of one input, by the names of modules. Only for classes of transformers: what other code does between the
+    calls of two layers is not known."""
+    for name, module in modules.items():
+        if type(module).__module__.startswith("transformers.models."):
+            for group in (*SEPARATE_NAMES, GATED_NAMES):
+                layers = [f"{name}.{child}" for child in group]
+                if all(layer in modules and is_linear(modules[layer]) for layer in layers):
+                    yield tuple(layers)
+
+
+def _blocks(model_type: str, model: nn.Module, layers: tuple[AttentionLayer, ...]) -> dict[str, nn.Module]:
     """Every module inside the list of blocks that the attention layers lie in, one in each."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    own = [n for n in lists if all(layer.name.startswith(f"{n}.{layer.index}.") for layer in found)]
-    if not own or len(lists[own[0]]) != len(found):
+    holding = [n for n in lists if all(layer.name.startswith(f"{n}.{layer.index}.") for layer in layers)]
+    if not holding or len(lists[holding[0]]) != len(layers):
         raise ArchitectureError(
-            f"{kind}: {len(found)} attention layers found in {len(lists[own[0]]) if own else 0} blocks; "
+            f"{model_type}: {len(layers)} attention layers found in {len(lists[holding[0]]) if holding else 0} blocks; "
             "models that mix attention with other layers are not supported"
         )
-    return {n: m for n, m in model.named_modules() if n.startswith(own[0] + ".")}
+    return {n: m for n, m in model.named_modules() if n.startswith(holding[0] + ".")}

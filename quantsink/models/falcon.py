@@ -1,31 +1,32 @@
-"""Attention modules of transformers that do not call its attention interface, led through it."""
+"""Attention modules of transformers that do not call its attention interface, and forwards that do."""
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-OURS = "quantsink"
-ADOPTED = ("falcon",)
-"""Their model types."""
+PREFIX = "quantsink"
+"""All attention implementations of quantsink begin with it."""
 
 
-def adopt(model: nn.Module) -> bool:
-    """Give each such module a forward that uses the interface whenever the implementation is one of quantsink's.
+def can_use_interface(model: nn.Module) -> bool:
+    """Whether `interface_attributes` covers the model's attention. False also with ALiBi, which adds to the scores
+    what the interface has no place for."""
+    has_alibi = bool(getattr(getattr(model, "config", None), "alibi", False))
+    return not has_alibi and any(type(module) in _FORWARDS for module in model.modules())
 
-    False where there is none, or it adds something to the scores that the interface has no place for (ALiBi).
-    """
-    found = [m for m in model.modules() if type(m) in _FORWARDS]
-    if not found or getattr(getattr(model, "config", None), "alibi", False):
-        return False
-    for module in found:
-        if "forward" not in vars(module):
-            vars(module)["forward"] = types.MethodType(_FORWARDS[type(module)], module)
-            module.num_key_value_groups = module.num_heads // module.num_kv_heads  # type: ignore[operator]
-    type(model)._can_set_attn_implementation_cached_value = True  # type: ignore[attr-defined]  # not by its source
-    return True
+
+def interface_attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """The name of each such module, the module, and the attributes that let it call the attention interface whenever
+    the attention implementation is one of quantsink's. Nothing is set here."""
+    for name, module in model.named_modules():
+        forward = _FORWARDS.get(type(module))
+        if forward is not None:
+            groups = module.num_heads // module.num_kv_heads
+            yield name, module, {"forward": types.MethodType(forward, module), "num_key_value_groups": groups}
 
 
 def _falcon(
@@ -41,13 +42,13 @@ def _falcon(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     implementation = str(self.config._attn_implementation)
-    if not implementation.startswith(OURS):
-        own: Any = FalconAttention.forward
-        found: tuple[Tensor, Tensor | None] = own(
+    if not implementation.startswith(PREFIX):
+        original: Any = FalconAttention.forward
+        result: tuple[Tensor, Tensor | None] = original(
             self, hidden_states, alibi, attention_mask, position_ids, layer_past, use_cache, output_attentions,
             position_embeddings, **kwargs,
         )  # fmt: skip
-        return found
+        return result
     fused, shape = self.query_key_value(hidden_states), hidden_states.shape[:-1]
     if self.new_decoder_architecture:
         groups = fused.view(*shape, self.num_kv_heads, -1, self.head_dim)

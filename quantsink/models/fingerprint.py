@@ -64,11 +64,11 @@ def fingerprint(config: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> 
 def _values(model: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
     if not parameter.is_meta:
         return parameter.detach().to("cpu")
-    owner, _, own = name.rpartition(".")
+    owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     if has_offloaded_params(module):
         with align_module_device(module, torch.device("cpu")):
-            parameter = getattr(module, own)
+            parameter = getattr(module, attribute)
     if parameter.is_meta:
         raise ModelError(f"{name}: on the meta device, without data; load the model with its weights")
     return parameter.detach()

@@ -20,7 +20,7 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where token ids belong, also if accelerate keeps the weights elsewhere until they are needed."""
+    """The device for token ids, also where accelerate keeps the weights elsewhere until they are needed."""
     for module in model.modules():
         if has_offloaded_params(module):
             hook: Any = module._hf_hook
@@ -31,7 +31,7 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def example(model: Any) -> dict[str, Tensor]:
-    """The smallest input that a model takes: one token, or one picture; what it says itself, if that is vectors."""
+    """The smallest input that a model takes: one token, one picture, or the vectors of its `dummy_inputs`."""
     device = input_device(model)
     if model.main_input_name == "pixel_values":
         config = model.config
@@ -39,8 +39,8 @@ def example(model: Any) -> dict[str, Tensor]:
         dtype = next(model.parameters()).dtype
         return {"pixel_values": torch.zeros(1, config.num_channels, *size, device=device, dtype=dtype)}
     if model.main_input_name == "inputs_embeds":
-        given = model.dummy_inputs.get("inputs_embeds")
-        if not isinstance(given, Tensor):
+        vectors = model.dummy_inputs.get("inputs_embeds")
+        if not isinstance(vectors, Tensor):
             raise ArchitectureError(f"{model.config.model_type}: its dummy_inputs hold no inputs_embeds to try it with")
-        return {"inputs_embeds": given.to(device, next(model.parameters()).dtype)}
+        return {"inputs_embeds": vectors.to(device, next(model.parameters()).dtype)}
     return {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}

@@ -10,6 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from quantsink.models.falcon import interface_attributes
+
 NAME = "quantsink_observe"
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
@@ -18,25 +20,31 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 _ACTIVE: "weakref.WeakKeyDictionary[nn.Module, Attend]" = weakref.WeakKeyDictionary()
 
 
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs of a model and of the models inside it, each once."""
+    return list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
+
+
 @contextlib.contextmanager
 def intercepting(model: nn.Module, attend: Mapping[nn.Module, Attend]) -> Iterator[None]:
-    """Let `attend` compute the attention of its modules, in eval mode; everything is as it was afterwards."""
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    training = {module: module.training for module in model.modules()}
-    try:
+    """Let `attend` compute the attention of its modules, in eval mode; afterwards the model is what it was."""
+    undo = contextlib.ExitStack()
+    with undo:
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
         model.eval()
-        _ACTIVE.update(attend)
-        for config in configs.values():
+        for _, module, attributes in interface_attributes(model):
+            for name, value in attributes.items():
+                if name not in vars(module):
+                    vars(module)[name] = value
+                    undo.callback(vars(module).pop, name)
+        for config in configs_of(model):
+            undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = NAME
+        for module, function in attend.items():
+            _ACTIVE[module] = function
+            undo.callback(_ACTIVE.pop, module, None)
         yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-        for module in attend:
-            _ACTIVE.pop(module, None)
-        for module, mode in training.items():
-            module.training = mode
 
 
 def _forward(

@@ -1,7 +1,7 @@
-"""Where a model's heads are, seen rather than believed.
+"""Where a model's heads are, seen by running the model.
 
 The model runs on one token while the output of every q, k and v projection, and the result of every attention, is
-replaced by numbers of our own. Each head of each kind has a number; a pass changes the channels of those heads whose
+replaced by random numbers. Each head of each kind has a number; a pass changes the channels of those heads whose
 number has one bit (or has it not), and the heads that arrive changed at the attention function, or in the input of the
 output projection, must be exactly those. Two passes a bit, over all layers at once, tell every head's channels apart.
 """
@@ -84,12 +84,14 @@ class _Probe:
         wrong: set[int] = set()
         units = max(len(self._units(layer)) for layer in self.layers)
         for bit in range(units.bit_length()):
-            for wanted in (0, 1):
-                chosen = frozenset(unit for unit in range(units) if (unit + 1) >> bit & 1 == wanted)
-                found = self._run(chosen)
+            for value in (0, 1):
+                chosen = frozenset(unit for unit in range(units) if (unit + 1) >> bit & 1 == value)
+                outputs = self._run(chosen)
                 for index, layer in enumerate(self.layers):
                     if not all(
-                        _as_expected(base.get((layer.name, part)), found.get((layer.name, part)), head, unit in chosen)
+                        _as_expected(
+                            base.get((layer.name, part)), outputs.get((layer.name, part)), head, unit in chosen
+                        )
                         for unit, (part, head) in enumerate(self._units(layer))
                     ):
                         wrong.add(index)

@@ -1,8 +1,8 @@
 """Turn keys that carry their rotary position to another one, with the model's own rotary code.
 
 Rotations add up, R(p + shift) = R(shift) R(p), so keys need not be kept unrotated; StreamingLLM (Xiao et al., 2024,
-section 3.2) counts positions inside its cache, and only distances matter. What a layer does to its keys is not believed
-but seen: the model runs on one token at two positions, where nothing but the rotation can differ.
+section 3.2) counts positions inside its cache, and only distances matter. Whether a layer really rotates
+its keys so is checked: the model runs on one token at two positions, where nothing but the rotation can differ.
 """
 
 import inspect
@@ -35,15 +35,15 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotate]:
     Raises:
         ArchitectureError: a layer whose keys change with their position in another way.
     """
-    kind = model.config.model_type
+    model_type = model.config.model_type
     types = _rope_types(model.config.get_text_config(decoder=True))
     if types & set(CHANGING):
-        found = ", ".join(sorted(types))
+        names = ", ".join(sorted(types))
         raise ArchitectureError(
-            f"{kind}: a rolling cache (max_length) needs fixed rotary positions, the model has {found}"
+            f"{model_type}: a rolling cache (max_length) needs fixed rotary positions, the model has {names}"
         )
     if model.device.type == "meta":
-        raise ArchitectureError(f"{kind}: a rolling cache (max_length) needs a model with its weights loaded")
+        raise ArchitectureError(f"{model_type}: a rolling cache (max_length) needs a model with its weights loaded")
     if model not in _KNOWN:
         modules = {layer.index: model.get_submodule(layer.name) for layer in attention_layers(model)}
         before, after = (keys_at(model, position) for position in POSITIONS)
@@ -56,11 +56,11 @@ def keys_at(model: Any, position: int) -> dict[int, Tensor]:
     """Keys `[3, KVH, 1, D]` of each layer for three rows of one token at a position. One token attends to itself alone,
     so what reaches a layer does not depend on where it stands."""
     cache: Any = DynamicCache(config=model.config)
-    found: dict[int, Tensor] = {}
+    keys: dict[int, Tensor] = {}
     keep = cache.update
 
     def update(key: Tensor, value: Tensor, layer: int, *rest: Any, **named: Any) -> Any:
-        found[layer] = key.detach().clone()
+        keys[layer] = key.detach().clone()
         return keep(key, value, layer, *rest, **named)
 
     cache.update = update
@@ -78,7 +78,7 @@ def keys_at(model: Any, position: int) -> dict[int, Tensor]:
     finally:
         for module in training:
             module.training = True
-    return found
+    return keys
 
 
 def _rotation(model: Any, module: nn.Module, before: Tensor, after: Tensor) -> Rotate:

@@ -70,10 +70,10 @@ class Source:
             ModelError: an index that is damaged, names files outside the model, or files that are not there.
         """
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-            found = self._file(name)
-            if found is None:
+            file = self._file(name)
+            if file is None:
                 continue
-            names = [name] if name == SAFE_WEIGHTS_NAME else shard_names(found)
+            names = [name] if name == SAFE_WEIGHTS_NAME else shard_names(file)
             files = [self._file(shard) for shard in names]
             if None in files:
                 raise ModelError(f"{self.name}: {names[files.index(None)]} is not there; fetch the model again")
@@ -82,26 +82,26 @@ class Source:
 
     def _file(self, name: str) -> Path | None:
         try:
-            found = cached_file(self.root, name)
+            path = cached_file(self.root, name)
         except OSError:
             return None
-        return None if found is None else Path(found)
+        return None if path is None else Path(path)
 
     def model(self, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False) -> Any:
         """The model in eval mode. `dtype`: auto (the checkpoint's own; float32 for GGUF), float32, bfloat16, float16.
 
         Raises:
-            ModelError: not found, damaged, not a causal language model, quantized already, or code of its own that is
-                not trusted.
+            ModelError: not found, damaged, not a causal language model, quantized already, or with custom code that
+                is not trusted.
         """
         chosen = self.dtype(dtype)
         if Path(self.root).is_dir() and not self.gguf:
             self.weight_files()
         with self.loading("model"):
-            kind: Any = AutoModelForCausalLM
+            loader: Any = AutoModelForCausalLM
             if not self.gguf:
-                kind = model_class(self.config(trust_remote_code))
-            loaded: Any = kind.from_pretrained(
+                loader = model_class(self.config(trust_remote_code))
+            loaded: Any = loader.from_pretrained(
                 self.root,
                 dtype=chosen,
                 output_loading_info=True,
@@ -133,8 +133,8 @@ class Source:
         except Exception as error:
             if "trust_remote_code" in str(error):
                 raise ModelError(
-                    f"{self.name}: its {what} is code in its own repository (auto_map), which does not run unless you "
-                    "say so; read it, then pass --trust-remote-code"
+                    f"{self.name}: its {what} needs custom code from its repository (auto_map), which is disabled by "
+                    "default; review it, then pass --trust-remote-code"
                 ) from error
             first = " ".join(str(error).split()).split(". ")[0][:240]
             raise ModelError(
@@ -144,7 +144,7 @@ class Source:
 
 
 def model_class(config: Any) -> Any:
-    """What loads a model: AutoModelForCausalLM, or the own class of one that cannot generate, such as an encoder."""
+    """What loads a model: AutoModelForCausalLM, or the model's class where it cannot generate, as an encoder."""
     names = getattr(config, "architectures", None)
     named = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     return AutoModelForCausalLM if named is None or named.can_generate() else named
@@ -162,8 +162,8 @@ def shard_names(index: Path) -> list[str]:
         raise ModelError(f"{index}: cannot be read: {strict_json.said(error)}; fetch the model again") from error
     outside = [name for name in names if not isinstance(name, str) or not _SHARD.fullmatch(name)]
     if outside or not names:
-        found = f"names {strict_json.shown(outside[0])}, no file beside it" if outside else "names no file"
-        raise ModelError(f"{index}: {found}; do not use this model, or fetch it again")
+        fault = f"names {strict_json.shown(outside[0])}, no file beside it" if outside else "names no file"
+        raise ModelError(f"{index}: {fault}; do not use this model, or fetch it again")
     return names
 
 

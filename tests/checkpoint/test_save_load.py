@@ -148,7 +148,7 @@ def test_native_heads_are_exact_slices(tiny_llama, tokenizer, tmp_path):
         kv_rows = [g * 16 + i for g in groups for i in range(16)]
         for projection, expected in (("q_proj", rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
             layer = getattr(new, projection)
-            assert (layer.native_row_index.tolist() if layer.rows else []) == expected, index
+            assert (layer.native_row_index.tolist() if layer.shape.rows else []) == expected, index
             if expected:
                 assert torch.equal(layer.native_rows, getattr(old, projection).weight[expected])
         if native:

@@ -405,7 +405,7 @@ def test_code_of_a_repository_runs_only_when_asked_for(tiny_llama, laid, tmp_pat
         with pytest.raises(ModelError, match="--trust-remote-code"):
             load(find(str(folder / "model")))
     with_own_tokenizer(folder / "model", marker)
-    with pytest.raises(ModelError, match="its tokenizer is code in its own repository"):
+    with pytest.raises(ModelError, match="its tokenizer needs custom code from its repository"):
         find(str(folder / "model")).tokenizer()
     assert not marker.exists()
 

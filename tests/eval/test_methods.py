@@ -88,7 +88,12 @@ def test_plain_methods_keep_nothing_native(model: LlamaForCausalLM, calibration:
     for name, kind in (("w8a8-plain", "per_token"), ("w8a8-static-plain", "static")):
         for module in build(name, model, calibration).modules():
             if isinstance(module, QuantizedLinear):
-                assert (module.activations, module.sink_rows, module.columns, module.rows) == (kind, "plain", 0, 0)
+                assert (module.activations, module.sink_rows, module.shape.columns, module.shape.rows) == (
+                    kind,
+                    "plain",
+                    0,
+                    0,
+                )
 
 
 @pytest.mark.parametrize("tie", [True, False])

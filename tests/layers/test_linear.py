@@ -4,6 +4,7 @@ from torch import nn
 
 from quantsink.errors import QuantSinkError
 from quantsink.layers.linear import QuantizedLinear
+from quantsink.layers.replacement import Site
 from quantsink.layers.token_context import TokenContext
 from quantsink.plan import LinearPlan
 
@@ -17,7 +18,7 @@ def context(batch=1, length=6, sink_size=1, past=0, mask=None):
 def layer(plan, seed=0, n=7, k=12, bias=True, dtype=torch.float32, where=None):
     torch.manual_seed(seed)
     linear = nn.Linear(k, n, bias=bias, dtype=dtype)
-    return linear, QuantizedLinear.of("test", linear, plan, where or context())
+    return linear, QuantizedLinear.of(Site("test", linear, linear.weight.device, where or context()), plan)
 
 
 def dequantized(q):
@@ -79,7 +80,7 @@ def test_an_all_zero_row_stays_exactly_zero():
     torch.manual_seed(0)
     linear = nn.Linear(12, 7, bias=False)
     linear.weight.data[3] = 0
-    q = QuantizedLinear.of("test", linear, LinearPlan("per_token", "plain"), context())
+    q = QuantizedLinear.of(Site("test", linear, linear.weight.device, context()), LinearPlan("per_token", "plain"))
     assert torch.equal(q(torch.randn(1, 6, 12))[..., 3], torch.zeros(1, 6))
     assert bool(q.weight_scale.isfinite().all())
     assert torch.equal(q(torch.zeros(1, 6, 12)), torch.zeros(1, 6, 7))

@@ -15,6 +15,7 @@ from quantsink.errors import ArchitectureError
 from quantsink.hf.attention import NAME
 from quantsink.kernels import Route
 from quantsink.models.architecture import Architecture
+from quantsink.models.inputs import example
 
 # Under `--import-mode=importlib` tests cannot import their neighbours by name; parameters are needed before fixtures.
 _spec = importlib.util.spec_from_file_location("quantsink_families", Path(__file__).parents[1] / "families.py")
@@ -103,7 +104,7 @@ def test_exactly_the_planted_head_is_found_and_kept_native(name, tokenizer):
         assert not linear.weight[sorted(rows)].any()
         rest = [row for row in range(linear.out_features) if row not in rows]
         back = linear.weight[rest].float() * linear.weight_scale[rest, None]
-        columns = linear.native_column_index.tolist() if linear.columns else []
+        columns = linear.native_column_index.tolist() if linear.shape.columns else []
         if columns:
             back[:, columns] = linear.native_columns[rest]
         assert (back - original[module][rest]).abs().max() <= linear.weight_scale[rest].max() / 2 + 1e-6
@@ -231,3 +232,26 @@ def test_experts_are_quantized_and_those_without_a_token_named(name, tokenizer):
             assert (
                 (held[number] - original[number]).abs() <= (scale if experts[0].transposed else scale[:, None]) / 1.99
             ).all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_layers_of_one_input_are_given_the_same_numbers(name):
+    """Nothing in transformers' code changes the input between two layers that are computed together."""
+    model = FAMILIES[name].build()
+    groups = Architecture.of(model).shared_inputs
+    inputs: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for layer in (layer for group in groups for layer in group):
+        inputs[layer] = []
+        model.get_submodule(layer).register_forward_pre_hook(
+            lambda _, args, seen=inputs[layer]: seen.append((id(args[0]), args[0].clone()))
+        )
+    for _ in range(2):
+        model(**example(model))
+    for first, *others in groups:
+        for other in others:
+            for (identity, x), (other_identity, y) in zip(inputs[first], inputs[other], strict=True):
+                assert identity == other_identity, (first, other)
+                assert torch.equal(x, y)
+    separate = [layer for layer in Architecture.of(model).attentions if len({layer.q.module, layer.k.module}) == 2]
+    assert bool(groups) == bool(separate) or name.startswith("deepseek")
