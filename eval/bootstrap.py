@@ -1,6 +1,6 @@
-"""Paired bootstrap over evaluation windows (Koehn, EMNLP 2004): windows are drawn again, all rows by the same draws.
+"""Paired bootstrap over evaluation windows (Koehn, EMNLP 2004): windows are resampled, the same ones for all rows.
 
-Tokens of one window depend on each other, so the window is the unit. One window says nothing about spread: no interval.
+Tokens of one window depend on each other, so whole windows are resampled. A single window gives no interval.
 """
 
 import math
@@ -76,5 +76,5 @@ def interval(
 def _pairs(first: Sequence[WindowSums], second: Sequence[WindowSums]) -> list[tuple[WindowSums, WindowSums]]:
     pairs = list(zip(first, second, strict=True))
     if any(a.count != b.count for a, b in pairs):
-        raise ValueError("paired bootstrap: the windows are not the same ones")
+        raise ValueError("paired bootstrap: the two sides have different windows; score both on the same text")
     return pairs

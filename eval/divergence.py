@@ -1,10 +1,10 @@
 """Loss and divergence of a model from its reference, summed per window.
 
-The reference runs once; its log-probabilities wait in a temporary memory-mapped file (float32, T x V x 4 bytes for T
-scored tokens and V vocabulary entries), so no model needs a second one beside it. Rows are taken a few at a time: what
-scoring adds to the model's own logits is some 64 MiB tensors, also with 262k entries.
+The reference runs once. A temporary memory-mapped file keeps its log-probabilities (float32, T x V x 4 bytes for T
+scored tokens and V vocabulary entries), so that two models are never in memory together. Rows are read a few at a time:
+beside the model's logits scoring needs a few tensors of 64 MiB, also with a vocabulary of 262k.
 
-A KV cache is measured as it is used: each window fills a fresh one, `PREFILL` tokens first, then `CHUNK` at a time.
+A KV cache is measured as in generation: each window fills a fresh one, `PREFILL` tokens first, then `CHUNK` at a time.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantsink.errors import OutputError, QuantSinkError
 from quantsink.eval.perplexity import EvalWindow
+from quantsink.models.finite import all_finite
 from quantsink.models.inputs import cache_argument
 from quantsink.progress import Progress
 
@@ -26,10 +27,10 @@ CHUNK_ELEMENTS = 1 << 24
 """Log-probabilities held at once: 64 MiB in float32."""
 
 PREFILL, CHUNK = 128, 32
-"""Tokens fed to a model with a KV cache at first, and at a time from then on."""
+"""Tokens that a model with a KV cache is fed first, and at a time after that."""
 
 MakeCache = Callable[[], Any]
-"""Gives a fresh transformers cache."""
+"""Makes an empty transformers cache."""
 SeeCache = Callable[[EvalWindow, Any], None]
 """Called with each window and the cache that it filled."""
 
@@ -48,7 +49,7 @@ class WindowSums:
 class LogProbs:
     """The reference's log-probabilities `[T, V]` float32 on disk, in the order in which they were written.
 
-    The file has no name from the start (or loses it on closing), so nothing is left after a crash.
+    The file has no name, or loses it on closing, so nothing is left after a crash.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -77,7 +78,7 @@ class LogProbs:
 
 @contextlib.contextmanager
 def log_probs() -> Iterator[LogProbs]:
-    """An empty store whose file is gone when the block ends."""
+    """An empty store; its file is deleted when the block ends."""
     with tempfile.TemporaryFile(prefix="quantsink-") as file:
         yield LogProbs(file)
 
@@ -85,22 +86,22 @@ def log_probs() -> Iterator[LogProbs]:
 def score_reference(
     model: Any, windows: Sequence[EvalWindow], store: LogProbs, *, progress: Progress | None = None
 ) -> tuple[WindowSums, ...]:
-    """Score the reference and fill `store`. Its divergence is 0 and its agreement complete by definition.
+    """Score the reference and fill `store`. By definition its divergence is 0 and its top-1 agreement complete.
 
     Raises:
         QuantSinkError: logits that are not finite.
         OutputError: no room for the temporary file.
     """
-    found = []
+    sums = []
     for number, window in enumerate(windows, 1):
         nll = 0.0
         for _, rows, targets in _scored(model, window, "reference"):
             nll += _nll(rows, targets)
             store.append(rows)
-        found.append(WindowSums(nll, 0.0, window.scored, window.scored))
+        sums.append(WindowSums(nll, 0.0, window.scored, window.scored))
         if progress is not None:
             progress("reference", number, len(windows))
-    return tuple(found)
+    return tuple(sums)
 
 
 def score(
@@ -122,24 +123,24 @@ def score(
     Raises:
         QuantSinkError: logits that are not finite, or of another vocabulary; the message names the method.
     """
-    found, base = [], 0
+    sums, first_row = [], 0
     for number, window in enumerate(windows, 1):
         nll, kl, top1 = 0.0, 0.0, 0
         filled = None if cache is None else cache()
         for first, rows, targets in _scored(model, window, name, filled):
             if rows.shape[1] != store.vocabulary:
-                raise QuantSinkError(f"{name}: {rows.shape[1]} logits a token, the reference has {store.vocabulary}")
-            wanted = store.rows(base + first, len(rows)).to(rows.device)
+                raise QuantSinkError(f"{name}: {rows.shape[1]} logits per token, the reference has {store.vocabulary}")
+            reference = store.rows(first_row + first, len(rows)).to(rows.device)
             nll += _nll(rows, targets)
-            kl += float(divergence(wanted, rows).sum())
-            top1 += int((wanted.argmax(-1) == rows.argmax(-1)).sum())
+            kl += float(divergence(reference, rows).sum())
+            top1 += int((reference.argmax(-1) == rows.argmax(-1)).sum())
         if see is not None and filled is not None:
             see(window, filled)
-        base += window.scored
-        found.append(WindowSums(nll, kl, top1, window.scored))
+        first_row += window.scored
+        sums.append(WindowSums(nll, kl, top1, window.scored))
         if progress is not None:
             progress(name, number, len(windows))
-    return tuple(found)
+    return tuple(sums)
 
 
 def divergence(reference: Tensor, model: Tensor) -> Tensor:
@@ -164,8 +165,10 @@ def _scored(
     step = max(1, CHUNK_ELEMENTS // logits.shape[1])
     for first in range(0, len(targets), step):
         chunk = logits[first : first + step].float()
-        if not bool(torch.isfinite(chunk).all()):
-            raise QuantSinkError(f"{name}: its logits contain NaN or inf; no figure can be given for it")
+        if not all_finite(chunk):
+            raise QuantSinkError(
+                f"{name}: its logits contain NaN or inf, so nothing can be measured; check the model and its --dtype"
+            )
         yield first, chunk.log_softmax(-1), targets[first : first + step]
 
 
@@ -181,7 +184,7 @@ def _logits(model: Any, ids: Tensor, cache: Any | None) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode for the block; each module's own mode comes back afterwards."""
+    """Evaluation mode for the block; afterwards each module has its earlier mode."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:

@@ -1,4 +1,4 @@
-"""What helped and what did not: computed from the rows, by the interval of their paired difference."""
+"""What helped and what did not: verdicts by the interval of the paired difference of two rows."""
 
 import math
 import re
@@ -12,40 +12,44 @@ from quantsink.eval.rows import Row
 QUESTIONS = (
     ("attention-row", "attention-fixed", "INT8 attention weights: a scale per row, not one fixed scale"),
     ("attention-block", "attention-row", "INT8 attention weights: a scale per 64 keys, not per row"),
-    ("attention-sink", "attention-block", "Splitting the sink off on the heads that calibration found"),
-    ("attention-sink", "attention-random", "Choosing these heads by calibration, not at random"),
-    ("attention-all", "attention-sink", "Splitting the sink off on every head, not only on those found"),
+    ("attention-sink", "attention-block", "Splitting the sink off on the sink heads"),
+    ("attention-sink", "attention-random", "Choosing the sink heads by calibration, not at random"),
+    ("attention-all", "attention-sink", "Splitting the sink off on every head, not only on sink heads"),
     ("clip-row-10", "clip-absolute-10", "Clipping scores relative to their row's maximum, not absolutely"),
     ("w8a8", "w8a8-plain", "quantsink's w8a8, INT8 attention included, against plain W8A8 without it"),
     ("w8a8", "bnb-llm-int8", "quantsink's w8a8, INT8 attention included, against LLM.int8() without it"),
     ("w8a8", "w8a8-random", "In the whole model: choosing the sink heads by calibration, not at random"),
-    ("w8a8-static", "w8a8-static-plain", "Static scales: a table of its own for sink tokens, outlier columns native"),
+    ("w8a8-static", "w8a8-static-plain", "Static scales: a separate one for sink tokens, outlier columns native"),
 )
-"""(what is tried, what it is held against, in words)."""
+"""(the row that is tried, the row that it is compared with, the question in words)."""
 CACHE_QUESTIONS = (
     ("kv{b}", "hqq-kv{b}", "A KV cache of {b} bits: quantsink's, not HQQ's"),
-    ("kv{b}", "kv{b}-no-sinks", "A KV cache of {b} bits: the sink exact at the same bits"),
+    ("kv{b}", "kv{b}-no-sinks", "A KV cache of {b} bits: sink tokens exact, at the same bits"),
     (
         "kv{b}",
         "kv{b}-nearest",
-        "A KV cache of {b} bits: keys rounded for calibrated queries, not each number by itself",
+        "A KV cache of {b} bits: keys rounded for calibrated queries, not each number to the nearest code",
     ),
-    ("kv{b}", "kv{b}-uniform", "A KV cache of {b} bits: heads' widths by measured error, not all alike"),
-    ("kv{b}", "kv{b}-random", "A KV cache of {b} bits: choosing the heads' widths by measured error, not at random"),
-    ("kv{b}-stream", "kv{b}", "A KV cache of {b} bits: letting heads that look only near forget the rest"),
-    ("kv{b}-stream", "kv{b}-stream-random", "A KV cache of {b} bits: choosing the heads that forget, not at random"),
+    ("kv{b}", "kv{b}-uniform", "A KV cache of {b} bits: each head's width by measured error, not all equal"),
+    ("kv{b}", "kv{b}-random", "A KV cache of {b} bits: each head's width by measured error, not at random"),
+    ("kv{b}-stream", "kv{b}", "A KV cache of {b} bits: local heads forget distant tokens"),
+    (
+        "kv{b}-stream",
+        "kv{b}-stream-random",
+        "A KV cache of {b} bits: choosing the heads that forget by calibration, not at random",
+    ),
 )
 """The same for KV caches, asked at each width `b` that was measured."""
 
 HELPED, HURT, SAME, UNDECIDED = "helped", "hurt", "no difference shown", "not decided"
 FLAT, GREW = "flat", "grew"
 FLAT_UP_TO = 1.01
-"""Memory that varies by less is called flat."""
+"""Memory is called flat if its largest value is at most this multiple of its smallest."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: KL of `tried` less KL of `against`, with its 95 % interval where there is one."""
+    """One comparison: KL of `tried` minus KL of `against`, with its 95 % interval if there is one."""
 
     question: str
     tried: str
@@ -55,17 +59,17 @@ class Finding:
 
 
 def findings(rows: Iterable[Row]) -> list[Finding]:
-    """One for each question whose two rows were measured."""
+    """One per question whose two rows were both measured."""
     measured = {row.method: row for row in rows if row.ok}
-    widths = [found[1] for name in measured if (found := re.fullmatch(r"kv(\d+)", name))]
-    asked = list(QUESTIONS)
+    widths = [match[1] for name in measured if (match := re.fullmatch(r"kv(\d+)", name))]
+    questions = list(QUESTIONS)
     for b in widths:
-        asked += [
+        questions += [
             (tried.format(b=b), against.format(b=b), words.format(b=b)) for tried, against, words in CACHE_QUESTIONS
         ]
     return [
         _finding(measured[tried], measured[against], question)
-        for tried, against, question in asked
+        for tried, against, question in questions
         if tried in measured and against in measured
     ]
 
@@ -84,7 +88,7 @@ def _finding(tried: Row, against: Row, question: str) -> Finding:
 
 
 def rolling_findings(curves: Sequence[RollingCurve]) -> list[Finding]:
-    """What keeping the sinks did to a rolling cache, and whether its memory stood still."""
+    """What keeping the sinks did to a rolling cache, and whether its memory stayed constant."""
     by_name = {curve.method: curve for curve in curves}
     if not by_name.keys() >= {KEPT, DROPPED}:
         return []
@@ -101,32 +105,32 @@ def rolling_findings(curves: Sequence[RollingCurve]) -> list[Finding]:
         f"95 % interval {number(low)} to {number(high)}"
     )
     memory = [_memory(curve) for curve in (kept, dropped)]
-    still = all(spread <= FLAT_UP_TO for spreads, _ in memory for spread in spreads)
+    flat = all(spread <= FLAT_UP_TO for spreads, _ in memory for spread in spreads)
     return [
         Finding(f"{over}: sinks kept, not dropped", KEPT, DROPPED, verdict, evidence),
         Finding(
             f"{over}: memory after the first quarter, largest over smallest",
             KEPT,
             DROPPED,
-            FLAT if still else GREW,
+            FLAT if flat else GREW,
             "; ".join(words for _, words in memory),
         ),
     ]
 
 
 def _memory(curve: RollingCurve) -> tuple[list[float], str]:
-    """Largest over smallest of cache and peak memory, and both in words."""
+    """Ratio of largest to smallest, for the cache and for the peak memory, and both in words."""
     after = curve.points[len(curve.points) // 4 - 1 :]
-    kinds: list[tuple[str, Callable[[RollingPoint], int | None]]] = [
+    sizes: list[tuple[str, Callable[[RollingPoint], int | None]]] = [
         ("cache", lambda point: point.cache_bytes),
         ("peak resident memory", lambda point: point.peak_bytes),
     ]
     spreads, words = [], []
-    for name, size in kinds:
-        sizes = [found for point in after if (found := size(point)) is not None]
-        if sizes:
-            spreads.append(max(sizes) / min(sizes))
-            words.append(f"{name} {spreads[-1]:.3f} (at most {max(sizes) / 1e6:,.1f} MB)")
+    for name, size in sizes:
+        values = [value for point in after if (value := size(point)) is not None]
+        if values:
+            spreads.append(max(values) / min(values))
+            words.append(f"{name} {spreads[-1]:.3f} (at most {max(values) / 1e6:,.1f} MB)")
     return spreads, f"{curve.method}: {', '.join(words)}"
 
 
@@ -135,7 +139,7 @@ def _named(row: Row) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Plain decimals with `digits` significant ones, 1.23e-06 below 1e-5."""
+    """A decimal with `digits` significant digits; below 1e-5 like 1.23e-06."""
     if value == 0 or math.isinf(value):
         return "0" if value == 0 else str(value)
     if abs(value) < 1e-5:

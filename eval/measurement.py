@@ -38,7 +38,7 @@ LoadCheckpoint = Callable[[Path], Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
-    """What every row is measured against."""
+    """The reference side of every row."""
 
     model: Any
     architecture: Architecture
@@ -63,26 +63,26 @@ def measure(
     rolling: Stream | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure methods and checkpoints against the unquantized `model`, which stays as it is.
+    """Measure methods and checkpoints against the unquantized `model`, which is not changed.
 
     Args:
-        model_name: hub id, or a path, of which the report tells only the last part.
+        model_name: hub id or path; of a path the report shows only the last part.
         calibration: of this model; None where no method needs one.
-        load_checkpoint: gives the model of a checkpoint folder, in the reference's dtype.
-        notes: what a reader of the figures must know about the model.
-        rolling: what to run through a rolling cache, sinks kept and dropped; needs a calibration.
+        load_checkpoint: loads the model of a checkpoint folder, in the reference's dtype.
+        notes: facts about the model that a reader of the figures must know.
+        rolling: the text to run through a rolling cache, sinks kept and dropped; needs a calibration.
 
     Raises:
         UsageError, CalibrationError, ModelError, ArchitectureError: before any work.
         CheckpointError: a checkpoint of another architecture, vocabulary or dtype than the reference.
-        QuantSinkError: a method whose logits are not finite. Of another toolkit's method the row states it instead.
+        QuantSinkError: a method whose logits are not finite; a row of another toolkit states it instead.
 
-    A method with a cache needs `text` with a context of `PREFILL` tokens: before them its cache has cost nothing yet.
+    A method with a cache needs `text` with a context of `PREFILL` tokens: until then the cache adds no error.
     """
     check_unquantized(model)
     architecture, parameters = Architecture.of(model), count_parameters(model)
     if not architecture.causal:
-        raise ModelError(f"{type(model).__name__}: an encoder predicts no next token, which is what a report measures")
+        raise ModelError(f"{type(model).__name__}: an encoder predicts no next token, so there is nothing to report")
     check_length(model, text.length, "--length")
     check_vocabulary(model, max(int(window.ids.max()) for window in text.windows))
     fingerprint = model_fingerprint(model)
@@ -92,9 +92,11 @@ def measure(
         if method.calibrated and calibration is None:
             raise UsageError(f"{method.name}: needs a calibration of {model_name}; give --calibration")
         if method.cache is not None and text.context < PREFILL:
-            raise UsageError(f"{method.name}: shows only behind its prefill; read the text with context={PREFILL}")
+            raise UsageError(
+                f"{method.name}: its error shows only after the prefill; read the text with context={PREFILL}"
+            )
     if checkpoints and load_checkpoint is None:
-        raise UsageError("checkpoints need load_checkpoint, which gives the model of a folder")
+        raise UsageError("checkpoints: load_checkpoint is missing; pass a function that loads the model of a folder")
     plans = {}
     if rolling is not None:
         check_vocabulary(model, int(rolling.ids.max()))
@@ -148,18 +150,18 @@ def _measure_method(bench: _Bench, method: Method, calibration: Calibration | No
 def _measure_checkpoint(bench: _Bench, folder: Path, name: str, payload: int, load: LoadCheckpoint) -> Row:
     model = load(folder)
     _check_alike(model, bench.model, folder)
-    weight, words, make = Weight(), "exported, then loaded again", None
+    weight, description, make = Weight(), "exported, then loaded again", None
     plan = getattr(model, "kv_cache_plan", None)
     if plan is not None and bench.text.context >= PREFILL:
-        words += ", through the KV cache it brings"
+        description += ", through its own KV cache"
         make = functools.partial(SinkCache, model, plan)
     elif plan is not None:
-        words += "; the KV cache it brings is measured with --kv-bits"
+        description += "; its own KV cache is measured with --kv-bits"
     sums = score(model, bench.text.windows, bench.store, name=name, progress=bench.progress, cache=make, see=weight.see)
     size = footprint(model, bench.architecture, bench.parameters, payload)
     if make is not None:
         size = dataclasses.replace(size, bits_kv=weight.bits, kv_bytes=weight.size)
-    return Row.of(name, words, "checkpoint", size, sums, bench.sums)
+    return Row.of(name, description, "checkpoint", size, sums, bench.sums)
 
 
 ALIKE = (
@@ -175,25 +177,27 @@ ALIKE = (
 
 
 def _check_alike(model: Any, reference: Any, folder: Path) -> None:
-    mine, other = (m.config.get_text_config(decoder=True) for m in (model, reference))
+    configs = [m.config.get_text_config(decoder=True) for m in (model, reference)]
     for name in ALIKE:
-        found, wanted = getattr(mine, name, None), getattr(other, name, None)
-        if found != wanted:
-            raise CheckpointError(f"{folder}: {name} is {found}, the reference's {wanted}; name its own original")
+        value, expected = (getattr(config, name, None) for config in configs)
+        if value != expected:
+            raise CheckpointError(
+                f"{folder}: {name} is {value}, the reference's is {expected}; name the model it was exported from"
+            )
     if model.dtype != reference.dtype:
         raise CheckpointError(
-            f"{folder}: holds {_dtype(model)}, the reference is {_dtype(reference)}; rows of different types do "
-            f"not compare, load the reference with --dtype {_dtype(model)} or export with --dtype {_dtype(reference)}"
+            f"{folder}: holds {_dtype(model)}, the reference is {_dtype(reference)}, so their rows cannot be compared; "
+            f"load the reference with --dtype {_dtype(model)} or export with --dtype {_dtype(reference)}"
         )
 
 
 def _names(checkpoints: Sequence[Path]) -> list[str]:
-    """`checkpoint:FOLDER`, by its last name where that is enough to tell them apart."""
-    short = [folder.name or str(folder) for folder in checkpoints]
-    chosen = short if len(set(short)) == len(short) else [str(folder) for folder in checkpoints]
-    if len(set(chosen)) < len(chosen):
-        raise UsageError(f"checkpoint {chosen[0]}: the same folder given twice")
-    return [f"checkpoint:{name}" for name in chosen]
+    """`checkpoint (FOLDER)`: the last two parts of each path where they differ, else the whole paths."""
+    short = [str(Path(*folder.parts[-2:])) for folder in checkpoints]
+    folders = short if len(set(short)) == len(short) else [str(folder) for folder in checkpoints]
+    if len(set(folders)) < len(folders):
+        raise UsageError(f"checkpoint {folders[0]}: named twice; name each folder once")
+    return [f"checkpoint ({folder})" for folder in folders]
 
 
 def _conditions(
@@ -237,7 +241,7 @@ def _conditions(
 
 
 def covers_text(calibration: Calibration, tokenizer: Any, text: EvalText) -> bool:
-    """Whether the calibration read this text: the same spec or file, or a copy that begins alike token for token."""
+    """Whether the calibration read this text: the same spec or file, or a copy that begins with the same tokens."""
     if not text.spec:
         return False
     if any(_same(domain.spec, text.spec) for domain in calibration.domains):

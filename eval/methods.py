@@ -1,4 +1,4 @@
-"""The rows of a report: what each method is and how it is made from the unquantized model."""
+"""The methods of a report: what each one is, and how it is built from the unquantized model."""
 
 import contextlib
 import importlib
@@ -21,17 +21,17 @@ from quantsink.models.architecture import Architecture
 from quantsink.recipe import PRESETS, Activations, Attention, Clip, Recipe
 
 OUTLIER_THRESHOLD = 6.0
-"""LLM.int8()'s own bound: input columns above it are multiplied in 16 bits (Dettmers et al., NeurIPS 2022)."""
+"""LLM.int8()'s default: input columns above it are multiplied in 16 bits (Dettmers et al., NeurIPS 2022)."""
 
 GROUPS = {
     "reference": "Reference",
     "peer": "Other toolkits",
-    "plain": "Whole model, nothing done about sinks",
+    "plain": "Whole model, sinks ignored",
     "attention": "INT8 attention alone, weights native",
     "clip": "Clipped scores alone, everything native",
     "preset": "quantsink's presets, whole model",
     "control": "Controls",
-    "checkpoint": "Checkpoints, as they lie on disk",
+    "checkpoint": "Exported checkpoints",
     "cache": "KV caches, weights native",
     "peer-cache": "Other KV caches",
 }
@@ -41,19 +41,19 @@ WHOLE_MODEL = ("peer", "plain", "preset", "control", "checkpoint")
 CACHES = ("cache", "peer-cache")
 """Groups measured through a KV cache."""
 PEERS = ("peer", "peer-cache")
-"""Groups of other toolkits' methods: one that fails is a row that says so."""
+"""Groups of other toolkits' methods. If one fails, its row says why."""
 
 
 class NotRunError(QuantSinkError):
-    """A method that cannot run here; its message is the reason that the report states."""
+    """A method that cannot run here; the report shows the message as the reason."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row.
+    """How one row is made.
 
-    `build` takes a model of its own to change, and the calibration where `calibrated`; `cache`, given the model that
-    was built, returns what makes the KV cache that each window is read through.
+    `build` takes a copy of the model, which it may change, and the calibration if `calibrated`. `cache` takes the model
+    that was built and returns the function that makes each window's KV cache.
     """
 
     name: str
@@ -65,21 +65,21 @@ class Method:
 
 
 def parse_methods(names: str = "all") -> tuple[Method, ...]:
-    """`all`, `none`, or names separated by commas. The reference is always measured and stands first.
+    """`all`, `none`, or names separated by commas. The reference is always measured, and comes first.
 
     Raises:
         UsageError: an unknown name.
     """
     special = {"all": list(METHODS), "none": []}
-    wanted = special.get(names.strip(), [name.strip() for name in names.split(",")])
-    unknown = [name for name in wanted if name not in METHODS]
+    chosen = special.get(names.strip(), [name.strip() for name in names.split(",")])
+    unknown = [name for name in chosen if name not in METHODS]
     if unknown:
         raise UsageError(f"--methods {', '.join(map(repr, unknown))}: unknown; known are all, {', '.join(METHODS)}")
-    return tuple(METHODS[name] for name in dict.fromkeys(["reference", *wanted]))
+    return tuple(METHODS[name] for name in dict.fromkeys(["reference", *chosen]))
 
 
 def from_recipe(name: str, description: str, group: str, recipe: Recipe) -> Method:
-    """A row that is one recipe; also how a recipe of your own gets into a report."""
+    """A method that applies one recipe; use it to put your own recipe into a report."""
     return Method(name, description, group, lambda model, calibration: _quantize(model, calibration, recipe))
 
 
@@ -94,7 +94,7 @@ def _reference(model: Any, _: Calibration | None) -> Any:
 
 
 def _clipped(clip: Clip) -> Callable[[Any, Calibration | None], Any]:
-    """Every head on the native route, so that the clip is all that changes."""
+    """Every head on the native route, so that only the clip changes anything."""
 
     def build(model: Any, calibration: Calibration | None) -> Any:
         heads = Architecture.of(model).heads
@@ -143,7 +143,7 @@ def _linear8bit(device: torch.device) -> Callable[[nn.Linear], nn.Module]:
 
 @contextlib.contextmanager
 def quiet_peers() -> Iterator[None]:
-    """bitsandbytes names every optional kernel it lacks, and every cast of every layer; none of it is a finding."""
+    """Silence bitsandbytes, which logs every optional kernel it lacks and every cast of every layer."""
     log = logging.getLogger("bitsandbytes")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -163,8 +163,8 @@ _WEIGHTS_NATIVE = Recipe(
 )
 
 
-def _plain(kind: Any) -> Recipe:
-    return Recipe(activations=Activations(kind, native_columns=0.0, sink_rows="plain"), attention=_NO_ATTENTION)
+def _plain(activations: Any) -> Recipe:
+    return Recipe(activations=Activations(activations, native_columns=0.0, sink_rows="plain"), attention=_NO_ATTENTION)
 
 
 def _attention(**options: Any) -> Recipe:
@@ -176,23 +176,23 @@ def _standard() -> list[Method]:
     random_w8a8 = replace(w8a8, attention=replace(w8a8.attention, sinks="random"))
     absolute, row = Clip("absolute", 10.0, math.inf), Clip("row", 10.0, math.inf)
     rows = [
-        ("w8a8-plain", "a scale per token, no column native, attention native", "plain", _plain("per_token")),
+        ("w8a8-plain", "one scale per token, no column native, attention native", "plain", _plain("per_token")),
         ("w8a8-static-plain", "one fixed scale per tensor, attention native", "plain", _plain("static")),
         ("attention-fixed", "one fixed scale, 1/127", "attention", _attention(sinks="none", weight_scale="fixed")),
         (
             "attention-row",
-            "a scale per row: published kernels",
+            "one scale per row, as published kernels have it",
             "attention",
             _attention(sinks="none", weight_scale="row"),
         ),
-        ("attention-block", "a scale per row and 64 keys, no sink split off", "attention", _attention(sinks="none")),
-        ("attention-sink", "the sink split off on the heads found", "attention", _attention()),
+        ("attention-block", "one scale per row and 64 keys, no sink split off", "attention", _attention(sinks="none")),
+        ("attention-sink", "the sink split off on the sink heads", "attention", _attention()),
         ("attention-random", "the sink split off on as many random heads", "attention", _attention(sinks="random")),
         ("attention-all", "the sink split off on every head", "attention", _attention(sinks="all")),
     ]
     presets = [
         ("w8a16", "INT8 weights only", "preset", PRESETS["w8a16"]),
-        ("w8a8", "inputs per token, INT8 attention, sinks and outliers native", "preset", w8a8),
+        ("w8a8", "one input scale per token, INT8 attention, sinks and outliers native", "preset", w8a8),
         ("w8a8-static", "fixed input scales: one for sink tokens, one for the rest", "preset", PRESETS["w8a8-static"]),
         ("w8a8-random", "w8a8 with the sink route on as many random heads", "control", random_w8a8),
     ]
@@ -201,10 +201,10 @@ def _standard() -> list[Method]:
         Method("bnb-llm-int8", "bitsandbytes LLM.int8(), threshold 6", "peer", _llm_int8, calibrated=False),
         *(from_recipe(*row) for row in rows),
         Method("clip-absolute-10", "scores clamped to +-10", "clip", _clipped(absolute)),
-        Method("clip-row-10", "scores more than 10 below their row's maximum dropped", "clip", _clipped(row)),
+        Method("clip-row-10", "scores more than 10 below the row's maximum dropped", "clip", _clipped(row)),
         *(from_recipe(*row) for row in presets),
     ]
 
 
 METHODS = {method.name: method for method in _standard()}
-"""The standard rows by name, in the order of the report."""
+"""The standard methods by name, in the order of the report."""

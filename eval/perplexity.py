@@ -1,8 +1,8 @@
 """From a text spec to evaluation windows in which every text token is scored exactly once.
 
-A window is what the model sees; `first_scored` says where the tokens begin that no earlier window has scored. With
-stride below the window's length the windows overlap, and the overlap is context only. With `context` the first tokens
-of every window are: what a KV cache costs shows only behind its prefill.
+A window is one input of the model; from `first_scored` on it holds tokens that no earlier window has scored. With a
+stride below the window's length the windows overlap, and the overlap is only context. With `context`, so are the first
+tokens of every window: the error of a KV cache shows only after its prefill.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ class EvalWindow:
 
 @dataclass(frozen=True, eq=False)
 class EvalText:
-    """Evaluation windows of one text, truly counted.
+    """Evaluation windows of one text, with the counts of what was read.
 
     scored: tokens that are scored. tokens: sum of the windows' lengths, BOS and overlaps included.
-    bos: token id that starts each window, or None. removed_bos: BOS ids of the text itself, taken out.
+    bos: token id that starts each window, or None. removed_bos: BOS ids of the text itself that were removed.
     context: tokens at the start of each window that are never scored, BOS included.
     complete: False where `max_windows` left text unread.
     fingerprint: sha256 over ids, length, stride, BOS and which tokens are scored.
@@ -62,10 +62,10 @@ def cut(
 ) -> list[EvalWindow]:
     """Cut one document's ids `[T]` (without BOS) into windows of `length` tokens, BOS included where there is one.
 
-    A window starts `stride` text tokens after the one before; the default, length - 1, is the largest in which every
-    token still has a token before it. Each text token is scored once; without a BOS the document's first is not, for
-    nothing predicts it. Nor are the first `context` tokens of each window, unless an earlier window scored them; a
-    window that has no other tokens is left out.
+    A window starts `stride` text tokens after the one before. The default, length - 1, is the largest stride with which
+    every token still has a token before it. Each text token is scored once. Without a BOS the document's first token is
+    not scored, for nothing predicts it. Nor are the first `context` tokens of each window, unless an earlier window
+    scored them; a window with no other tokens is left out.
 
     Raises:
         UsageError: length < 2, a stride that leaves tokens unscored, or a context that leaves none to score.
@@ -74,18 +74,18 @@ def cut(
     prefix = [] if bos is None else [bos]
     size = length - len(prefix)
     done = 0 if prefix else 1
-    found = []
+    windows = []
     for start in range(0, len(ids), stride):
         end = min(start + size, len(ids))
         if end <= done:
             break
         window = torch.cat([torch.tensor(prefix, dtype=torch.int64), ids[start:end].long()])
         first = max(done - start + len(prefix), context)
-        if first >= len(window):  # a rest of the document
+        if first >= len(window):  # the remainder of the document is context only
             break
-        found.append(EvalWindow(window, first))
+        windows.append(EvalWindow(window, first))
         done = end
-    return found
+    return windows
 
 
 def read(
@@ -98,40 +98,40 @@ def read(
     bos: bool = True,
     context: int = 0,
 ) -> EvalText:
-    """Read a text spec (docs/cli.md) into windows. No window spans two documents; no more is read than is needed.
+    """Read a text spec (docs/cli.md) into windows. No window spans two documents; reading stops as soon as it can.
 
     Raises:
-        UsageError: a layout or a spec that cannot be meant; `self`, which would measure a model on its own words.
+        UsageError: an invalid layout or spec; `self`, which would measure a model on its own output.
         DataError: text that cannot be read, or gives no token to score.
     """
     source = parse_spec(spec)
     if source.format == "self":
-        raise UsageError("--data self: text that the model wrote itself says little about its loss; name a text")
+        raise UsageError("--data self: a model's loss on its own output says little; name a text")
     step = _check_layout(length, stride, context)
     if max_windows is not None and max_windows < 1:
         raise UsageError(f"--max-windows {max_windows}: 1 or more")
     start_token = tokenizer.bos_token_id if bos else None
-    found: list[EvalWindow] = []
+    windows: list[EvalWindow] = []
     removed, complete = 0, True
     for text in documents(source):
-        missing = _NO_LIMIT if max_windows is None else max_windows - len(found)
+        missing = _NO_LIMIT if max_windows is None else max_windows - len(windows)
         ids, dropped = _ids(tokenizer, text, min(missing * step + length + 1, _NO_LIMIT))
         removed += dropped
         for window in cut(ids, length=length, stride=step, bos=start_token, context=context):
-            if len(found) == max_windows:
+            if len(windows) == max_windows:
                 complete = False
                 break
-            found.append(window)
+            windows.append(window)
         if not complete:
             break
-    if not found:
+    if not windows:
         raise DataError(f"data {spec!r} gives no token to score; name a source with text in it")
     return EvalText(
-        windows=tuple(found),
-        scored=sum(window.scored for window in found),
-        tokens=sum(len(window.ids) for window in found),
+        windows=tuple(windows),
+        scored=sum(window.scored for window in windows),
+        tokens=sum(len(window.ids) for window in windows),
         bos=start_token,
-        fingerprint=_fingerprint(found, length, step, start_token),
+        fingerprint=_fingerprint(windows, length, step, start_token),
         complete=complete,
         name=source.name,
         spec=spec,
@@ -156,13 +156,13 @@ def _check_layout(length: int, stride: int | None, context: int) -> int:
 
 
 def _ids(tokenizer: Any, text: str, limit: int) -> tuple[Tensor, int]:
-    """At most `limit` ids `[T]` of one document, and how many BOS ids were taken out of it."""
+    """At most `limit` ids `[T]` of one document, and how many BOS ids were removed from it."""
     limit = max(limit, 2)
     try:
-        found = tokenized(tokenizer, [text], seq_len=limit, max_tokens=limit, bos=False)
+        window = tokenized(tokenizer, [text], seq_len=limit, max_tokens=limit, bos=False)
     except DataError:  # a document without tokens
         return torch.zeros(0, dtype=torch.int64), 0
-    return found.ids[0], found.removed_bos
+    return window.ids[0], window.removed_bos
 
 
 def _fingerprint(windows: Sequence[EvalWindow], length: int, stride: int, bos: int | None) -> str:

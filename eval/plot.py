@@ -1,5 +1,7 @@
-"""A report's pictures as PNGs: KL against bits, its labels in a column of their own beside each cluster so that none
-overlap, and perplexity along a rolling cache."""
+"""A report's pictures as PNGs: KL against bits, and perplexity along a rolling cache.
+
+The labels of each cluster of points stand in a column beside it, so that none overlap.
+"""
 
 import io
 import math
@@ -12,13 +14,13 @@ from quantsink.eval.rolling import RollingCurve
 from quantsink.eval.rows import Row
 
 FLOOR = 1e-7
-"""KL below this is drawn here: the axis is logarithmic, and such a difference is rounding."""
+"""A smaller KL, which is rounding error, is drawn here: the axis is logarithmic."""
 FULL, HOLLOW = "#1f6f8b", "#c8553d"
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """What the x axis shows, and which groups of rows are drawn full."""
+    """The quantity on the x axis, and the groups of rows that are drawn filled."""
 
     bits: Callable[[Row], float]
     label: str
@@ -34,22 +36,22 @@ _WEIGHTS = _Axis(
 )
 _CACHE = _Axis(
     lambda row: row.bits_kv or 0.0,
-    "bits per coded number of the KV cache",
+    "bits per coded number in the KV cache",
     ("cache",),
     ("quantsink's caches and their controls", "other toolkits' caches"),
 )
 
 
 def kl_vs_bits(rows: Sequence[Row], title: str) -> bytes:
-    """PNG of every measured row but the reference, whose KL is 0. Attention-only rows are hollow.
+    """PNG of every measured row except the reference, whose KL is 0. Attention-only rows are hollow.
 
-    Bits are those of the weights as stored, so attention-only rows stand at the reference's own bits.
+    Bits are those of the stored weights, so attention-only rows have the bits of the reference.
     """
     return _scatter(rows, title, _WEIGHTS)
 
 
 def kl_vs_kv_bits(rows: Sequence[Row], title: str) -> bytes:
-    """The same of rows measured through a KV cache, against the real bits of its coded numbers. Peers are hollow."""
+    """The same for rows measured through a KV cache, against the stored bits per coded number. Peers are hollow."""
     return _scatter(rows, title, _CACHE)
 
 
@@ -96,7 +98,7 @@ def rolling_curves(curves: Sequence[RollingCurve], title: str) -> bytes:
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_xlabel(f"tokens so far; a point for each {curves[0].points[0].tokens:,}")
+    axes.set_xlabel(f"tokens so far, one point per {curves[0].points[0].tokens:,}")
     axes.set_ylabel("perplexity of the tokens since the last point (log; lower is better)")
     axes.grid(True, which="major", axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)
@@ -117,12 +119,12 @@ def _scatter(rows: Sequence[Row], title: str, axis: _Axis) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if row.ok and row.group != "reference" and row.kl is not None]
+    drawn = [row for row in rows if row.ok and row.group != "reference" and row.kl is not None]
     figure = Figure(figsize=(11, 6.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    clusters = _clusters(shown, axis)
+    clusters = _clusters(drawn, axis)
     all_axes = figure.subplots(1, max(len(clusters), 1), sharey=True, squeeze=False)[0]
-    low, high = _range(shown)
+    low, high = _range(drawn)
     for axes, cluster in zip(all_axes, clusters, strict=False):
         _draw(axes, cluster, low, high, axis)
         axes.set_xlabel(axis.label)
@@ -134,14 +136,14 @@ def _scatter(rows: Sequence[Row], title: str, axis: _Axis) -> bytes:
 
 
 def _clusters(rows: Sequence[Row], axis: _Axis) -> list[list[Row]]:
-    """Rows whose bits lie within 1.5 of their neighbour's share a panel."""
-    found: list[list[Row]] = []
+    """Rows share a panel if their bits lie within 1.5 of a neighbour's."""
+    clusters: list[list[Row]] = []
     for row in sorted(rows, key=axis.bits):
-        if found and axis.bits(row) - axis.bits(found[-1][-1]) < 1.5:
-            found[-1].append(row)
+        if clusters and axis.bits(row) - axis.bits(clusters[-1][-1]) < 1.5:
+            clusters[-1].append(row)
         else:
-            found.append([row])
-    return found
+            clusters.append([row])
+    return clusters
 
 
 def _draw(axes: Any, rows: list[Row], low: float, high: float, axis: _Axis) -> None:
@@ -186,7 +188,7 @@ def _draw(axes: Any, rows: list[Row], low: float, high: float, axis: _Axis) -> N
 
 
 def _ticks(values: list[float], apart: float) -> list[float]:
-    """The values themselves, ascending, without those too near to the one before."""
+    """The values in ascending order, without those too close to the one before."""
     kept: list[float] = []
     for value in sorted(values):
         if not kept or value - kept[-1] >= apart:
@@ -194,21 +196,21 @@ def _ticks(values: list[float], apart: float) -> list[float]:
     return kept
 
 
-def _spread(wanted: list[float], low: float, high: float) -> list[float]:
-    """Heights (log10, ascending) at least one line apart and together as near to the wanted ones as that allows.
+def _spread(heights: list[float], low: float, high: float) -> list[float]:
+    """The `heights` (log10, ascending) moved as little as possible so that labels are at least one line apart.
 
     Least squares: with y_i - i * gap in place of y_i it is isotonic regression, solved by pooling adjacent violators.
     """
     bottom, top = math.log10(low), math.log10(high)
     gap = (top - bottom) / 24
     pools: list[list[float]] = []
-    for i, y in enumerate(wanted):
+    for i, y in enumerate(heights):
         pools.append([y - i * gap])
         while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
             last = pools.pop()
             pools[-1] += last
     flat = [_mean(pool) for pool in pools for _ in pool]
-    first, last_place = bottom + gap / 2, top - gap / 2 - (len(wanted) - 1) * gap
+    first, last_place = bottom + gap / 2, top - gap / 2 - (len(heights) - 1) * gap
     return [min(max(y, first), last_place) + i * gap for i, y in enumerate(flat)]
 
 

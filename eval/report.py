@@ -25,13 +25,13 @@ SCHEMA = 2
 JSON, HTML = "report.json", "report.html"
 PLOT, KV_PLOT, ROLLING_PLOT = "kl_vs_bits.png", "kl_vs_kv_bits.png", "rolling.png"
 FEW_WINDOWS = 10
-"""Below this many windows a bootstrap interval is said to be rough."""
+"""With fewer windows the report warns that its intervals are rough."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Rows measured under the same conditions. `notes`: what a reader must know about the model. `rolling`: the curves
-    of a rolling cache, on the same text as one sequence."""
+    """Rows measured under the same conditions. `notes`: facts about the model that a reader must know. `rolling`: the
+    curves of a rolling cache, on the same text as one sequence."""
 
     conditions: Conditions
     rows: tuple[Row, ...]
@@ -40,31 +40,31 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What weakens the figures, worked out from the conditions and the rows."""
-        c, found = self.conditions, []
+        """Reasons to trust the figures less, from the conditions and the rows."""
+        c, warnings = self.conditions, []
         if c.calibration is not None and c.calibration.covers_text:
-            found.append("measured on text used for calibration: the calibrated rows look better than on new text")
+            warnings.append("measured on text used for calibration: the calibrated rows look better than on new text")
         if c.windows < FEW_WINDOWS:
-            found.append(_few(c.windows))
+            warnings.append(_few_windows(c.windows))
         if c.bos is None:
-            found.append("no BOS token before the windows: each window's first token is the sink")
-        found += [f"{row.method}: {row.status}" for row in self.rows if not row.ok]
-        return tuple(found)
+            warnings.append("no BOS token before the windows: each window's first token is the sink")
+        warnings += [f"{row.method}: {row.status}" for row in self.rows if not row.ok]
+        return tuple(warnings)
 
     def merge(self, other: "Report") -> "Report":
-        """This report with the other's rows after its own.
+        """This report with the rows of `other` appended.
 
         Raises:
-            UsageError: measured under other conditions, or a method (or a rolling cache) that stands in both.
+            UsageError: measured under other conditions, or a method (or a rolling cache) that appears in both.
         """
         compare_conditions(self.conditions, other.conditions)
-        mine = {row.method for row in self.rows}
+        methods = {row.method for row in self.rows}
         added = tuple(row for row in other.rows if row.group != "reference")
-        both = [row.method for row in added if row.method in mine]
+        both = [row.method for row in added if row.method in methods]
         if both:
-            raise UsageError(f"{both[0]}: stands in both reports; leave it out of one")
+            raise UsageError(f"{both[0]} appears in both reports; leave it out of one")
         if self.rolling and other.rolling:
-            raise UsageError("a rolling cache: stands in both reports; leave it out of one")
+            raise UsageError("a rolling cache appears in both reports; leave it out of one")
         return replace(
             self,
             rows=self.rows + added,
@@ -90,7 +90,9 @@ class Report:
         """
         keys = {"schema", "conditions", "notes", "rows", "rolling"}
         if not isinstance(data, dict) or data.keys() != keys:
-            raise UsageError(f"{place}: not a quantsink report; one has exactly the keys {', '.join(sorted(keys))}")
+            raise UsageError(
+                f"{place}: not a quantsink report, whose keys are {', '.join(sorted(keys))}; name another file"
+            )
         if data["schema"] != SCHEMA:
             raise UsageError(f"{place}: schema {data['schema']!r}, this quantsink reads {SCHEMA}; measure again")
         return cls(
@@ -108,7 +110,7 @@ class Report:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"{path}: cannot be read as a report: {error}") from error
+            raise UsageError(f"{path}: cannot be read as a report: {error}; measure again") from error
         return cls.from_dict(data, str(path))
 
     def save(self, folder: str | Path, *, force: bool = False) -> None:
@@ -126,20 +128,20 @@ class Report:
             write_text(work / HTML, self.html(pictures))
 
     def pictures(self) -> dict[str, bytes]:
-        """PNGs by file name: KL against the weights' bits, against the cache's, and a rolling cache's curves.
+        """PNGs by file name: KL against the bits of the weights, and of the cache, and the curves of a rolling cache.
 
-        Each where it was measured; the first also where nothing else was.
+        Only what was measured is drawn; without any cache the first is always there.
         """
         caches = [row for row in self.rows if row.group in CACHES]
         others = [row for row in self.rows if row.group not in CACHES]
-        found = {}
+        pictures = {}
         if len(others) > 1 or not (caches or self.rolling):
-            found[PLOT] = kl_vs_bits(others, self.title)
+            pictures[PLOT] = kl_vs_bits(others, self.title)
         if caches:
-            found[KV_PLOT] = kl_vs_kv_bits(caches, self.title)
+            pictures[KV_PLOT] = kl_vs_kv_bits(caches, self.title)
         if self.rolling:
-            found[ROLLING_PLOT] = rolling_curves(self.rolling, self.rolling_title)
-        return found
+            pictures[ROLLING_PLOT] = rolling_curves(self.rolling, self.rolling_title)
+        return pictures
 
     @property
     def title(self) -> str:
@@ -159,7 +161,7 @@ class Report:
         return findings(self.rows) + rolling_findings(self.rolling)
 
     def html(self, pictures: Mapping[str, bytes]) -> str:
-        """One page that needs nothing else: style inside, the pictures (`pictures()`) inside, no script."""
+        """One self-contained page: style and pictures (`pictures()`) are embedded, and there is no script."""
         import jinja2
 
         template = importlib.resources.files("quantsink.eval").joinpath("templates").joinpath("report.html.j2")
@@ -189,7 +191,7 @@ class Report:
         return ["tokens", *names, "cache MB", *(["peak MB"] if self.rolling[0].points[0].peak_bytes else [])]
 
     def rolling_cells(self) -> list[list[str]]:
-        """One line a point: tokens, each curve's perplexity, then the first curve's memory."""
+        """One line per point: tokens, each curve's perplexity, then the first curve's memory."""
         lines = []
         for points in zip(*(curve.points for curve in self.rolling), strict=True):
             first = points[0]
@@ -199,21 +201,21 @@ class Report:
         return lines
 
     def facts(self) -> list[tuple[str, str]]:
-        """The conditions in words, in the order in which a reader asks for them."""
+        """The conditions in words, the most important first."""
         c = self.conditions
         versions = ", ".join(f"{name} {version}" for name, version in to_plain(c.versions).items())
         calibration = "none"
         if c.calibration is not None:
-            read = c.calibration
-            calibration = f"{read.tokens:,} tokens of {', '.join(read.data)}, windows of {read.seq_len}"
+            facts = c.calibration
+            calibration = f"{facts.tokens:,} tokens of {', '.join(facts.data)}, windows of {facts.seq_len}"
         windows = f"{c.windows} of {c.length} tokens, stride {c.stride}, {c.scored:,} tokens scored, each once"
         if c.context:
             windows += f"; the first {c.context} of each window are context only"
-        fed = f"fresh for each window, which is fed as {PREFILL} tokens and then {CHUNK} at a time"
+        fed = f"a new one per window, which is fed {PREFILL} tokens first and then {CHUNK} at a time"
         return [
-            ("model", f"{c.model}, {c.parameters:,} parameters (tied ones once)"),
+            ("model", f"{c.model}, {c.parameters:,} parameters (tied ones counted once)"),
             ("model fingerprint", c.model_fingerprint),
-            ("text", f"{c.data}, {'whole' if c.complete else 'its beginning'}"),
+            ("text", f"{c.data}, {'the whole text' if c.complete else 'only its beginning'}"),
             ("text fingerprint", c.data_fingerprint),
             ("windows", windows),
             *([("KV caches", fed)] if self.cached else []),
@@ -230,18 +232,18 @@ class Report:
         curve = self.rolling[0]
         return (
             f"{curve.tokens:,} tokens from the text's beginning as one sequence, fed {ROLLING_CHUNK} at a time, the "
-            f"first {ROLLING_CHUNK} not scored; at most {curve.max_length:,} tokens held, {curve.bits_kv:.2f} bits a "
-            f"coded number"
+            f"first {ROLLING_CHUNK} not scored; at most {curve.max_length:,} tokens held, {curve.bits_kv:.2f} bits "
+            f"per coded number"
         )
 
     def table(self) -> Table:
-        """For a terminal of 80 columns: one line a method, a rule between groups; report.html shows the rest."""
+        """For a terminal of 80 columns: one line per method, a rule between groups; report.html shows the rest."""
         table = Table(title=_plain(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        # Where only caches differ, the weights' bits say nothing.
-        alike = self.cached and len({row.bits_weight for row in self.rows if row.ok}) == 1
-        bits = [name for name, shown in (("bits", not alike), ("KV bits", self.cached)) if shown]
+        # Where only the caches differ, the bits of the weights say nothing.
+        same_weights = self.cached and len({row.bits_weight for row in self.rows if row.ok}) == 1
+        bits = [name for name, useful in (("bits", not same_weights), ("KV bits", self.cached)) if useful]
         for name in ("method", *bits, "KL", "95 %", "ratio", "top-1"):
-            table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+            table.add_column(name, justify="left" if name == "method" else "right", no_wrap=name != "method")
         group = self.rows[0].group if self.rows else ""
         for row in self.rows:
             if group != row.group:
@@ -251,7 +253,7 @@ class Report:
         return table
 
     def rolling_table(self) -> Table:
-        """The curves of a rolling cache, one line a point."""
+        """The curves of a rolling cache, one line per point."""
         table = Table(title=_plain(self.rolling_title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in self.rolling_columns:
             table.add_column(name, justify="right")
@@ -260,14 +262,14 @@ class Report:
         return table
 
     def lines(self) -> list[str]:
-        """What belongs below the table: the conditions, what weakens the figures, what helped and what did not."""
+        """The lines below the table: conditions, warnings, what helped and what did not."""
         c = self.conditions
         bos = "none" if c.bos is None else f"token {c.bos}"
         context = f"context {c.context}, " if c.context else ""
         return [
             f"measured with length {c.length}, stride {c.stride}, {context}BOS {bos}, {c.dtype}, {c.data} "
             f"(fingerprint {c.data_fingerprint[:12]}), {c.windows} windows, {c.scored:,} tokens",
-            "KL in nats per token; 95 %: its interval, by a paired bootstrap over windows; ratio: of the perplexities",
+            "KL in nats per token; 95 %: interval by a paired bootstrap over windows; ratio: perplexity / reference's",
             *(f"warning: {warning}" for warning in self.warnings),
             *(f"note: {note}" for note in self.notes),
             *(f"{item.verdict}: {item.question}. {item.evidence}" for item in self.findings),
@@ -295,27 +297,30 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("top-1", "right"),
 )
 KV_COLUMNS = (("KV bits", "right"), ("KV MB", "right"))
-"""The columns after these in a report with caches."""
+"""Further columns of a report with caches."""
 PICTURES = {
-    PLOT: ("KL against bits", "KL to the reference against bits per parameter, one point a row"),
-    KV_PLOT: ("KL against the KV cache's bits", "KL to the reference against bits per coded number, one point a row"),
+    PLOT: ("KL against bits", "KL to the reference against bits per parameter, one point per row"),
+    KV_PLOT: (
+        "KL against the bits of the KV cache",
+        "KL to the reference against bits per coded number, one point per row",
+    ),
     ROLLING_PLOT: ("A rolling cache, sinks kept or dropped", "Perplexity against tokens, sinks kept and dropped"),
 }
 """Heading and description of each picture."""
 
 
-def _few(windows: int) -> str:
+def _few_windows(windows: int) -> str:
     if windows == 1:
-        return "only 1 window: no interval, nothing can be said about chance"
+        return "only 1 window: differences between rows may be chance, and there is no interval to tell"
     chance = 2.0 ** (1 - windows)
     return (
-        f"only {windows} windows: the intervals are rough and rather too narrow; a difference that is none has the "
-        f"same sign in all of them with probability {chance:.2g}"
+        f"only {windows} windows: the intervals are rough and tend to be too narrow; if there were no difference, all "
+        f"windows would still agree in sign with probability {chance:.2g}"
     )
 
 
 def _cells(row: Row, cached: bool) -> Sequence[str]:
-    """What stands in one row behind the method's name; a dash where nothing was measured."""
+    """The cells of one row after the method's name; a dash where nothing was measured."""
     if not row.ok or row.kl is None or row.ppl is None or row.ppl_ratio is None or row.payload_bytes is None:
         return ["-"] * (len(COLUMNS) - 1 + len(KV_COLUMNS) * cached)
     cells = [
@@ -333,13 +338,19 @@ def _cells(row: Row, cached: bool) -> Sequence[str]:
     return cells
 
 
-def _short_cells(row: Row, shown: Sequence[str]) -> Sequence[str]:
+def _short_cells(row: Row, bits: Sequence[str]) -> Sequence[str]:
     if not row.ok or row.kl is None or row.ppl_ratio is None:
-        return [*["-"] * len(shown), row.status if len(row.status) < 16 else "not run", "-", "-", "-"]
+        return [*["-"] * len(bits), row.status if len(row.status) < 16 else "not run", "-", "-", "-"]
     low, high = row.kl_low, row.kl_high
     bounds = "" if low is None or high is None or low == high else f"{number(low)} to {number(high)}"
-    bits = {"bits": row.bits_weight, "KV bits": row.bits_kv}
-    return [*(f"{bits[name]:.2f}" for name in shown), number(row.kl), bounds, f"{row.ppl_ratio:.4f}", f"{row.top1:.1%}"]
+    values = {"bits": row.bits_weight, "KV bits": row.bits_kv}
+    return [
+        *(f"{values[name]:.2f}" for name in bits),
+        number(row.kl),
+        bounds,
+        f"{row.ppl_ratio:.4f}",
+        f"{row.top1:.1%}",
+    ]
 
 
 def _with_bounds(middle: str, low: float | None, high: float | None, text: Any) -> str:

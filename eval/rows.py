@@ -1,4 +1,4 @@
-"""What a report holds: its rows, and the conditions they were measured under. Frozen, strict, JSON in and out."""
+"""The rows of a report and the conditions under which they were measured: frozen values, strict to and from JSON."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ OK = "ok"
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model weighs.
+    """The size of a model.
 
-    bits_weight: payload bits over the reference's parameters, tied ones once. bits_kv: of a coded number in the KV
-    cache, its scales counted. bits_attention: mean over heads. payload_bytes: of the tensors as stored. sink_heads,
-    native_heads: by route. kv_bytes: of the whole KV cache, exact parts included, after the last full window; None
-    where the model was measured without a cache.
+    bits_weight: payload bits per parameter of the reference, tied parameters counted once. bits_kv: bits per coded
+    number in the KV cache, scales included. bits_attention: mean over heads. payload_bytes: of the tensors as stored.
+    sink_heads, native_heads: number of heads by route. kv_bytes: of the whole KV cache, exact parts included, after the
+    last full window; None where the model was measured without a cache.
     """
 
     bits_weight: float
@@ -37,7 +37,7 @@ class Footprint:
 class Row:
     """One method. Figures are None where `status` is not `ok`; bounds also where one window gives no interval.
 
-    ppl: perplexity, ppl_ratio: over the reference's. kl: KL(reference || model) in nats a token. `*_low`, `*_high`:
+    ppl: perplexity, ppl_ratio: over the reference's. kl: KL(reference || model) in nats per token. `*_low`, `*_high`:
     95 % interval. top1: share of tokens whose most likely successor is the reference's. windows: the sums behind them.
     """
 
@@ -99,7 +99,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CalibrationFacts:
-    """The calibration that the rows rest on. `covers_text`: it read text that is measured here."""
+    """The calibration behind the rows. `covers_text`: it read the text that is measured here."""
 
     data: tuple[str, ...]
     tokens: int
@@ -109,7 +109,7 @@ class CalibrationFacts:
 
 @dataclass(frozen=True)
 class Versions:
-    """Of the packages that the figures depend on; `not installed` where one is not."""
+    """Versions of the packages that the figures depend on; `not installed` for a missing one."""
 
     python: str
     torch: str
@@ -121,7 +121,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was measured, on which text and how.
+    """What was measured, on which text, and how.
 
     bos: token id before each window, None = no BOS. context: tokens at the start of each window that are not scored.
     """
@@ -147,7 +147,7 @@ class Conditions:
 
 
 COMPARED = ("model_fingerprint", "length", "stride", "context", "bos", "dtype", "data_fingerprint")
-"""Conditions that two rows must share before they may stand in one table."""
+"""Conditions that two rows must share to appear in one table."""
 
 
 def compare_conditions(first: Conditions, second: Conditions) -> None:
@@ -157,12 +157,10 @@ def compare_conditions(first: Conditions, second: Conditions) -> None:
         UsageError: names the first condition that differs and both its values.
     """
     for name in COMPARED:
-        mine, other = getattr(first, name), getattr(second, name)
-        if mine != other:
-            shown = [value[:12] if name.endswith("fingerprint") else value for value in (mine, other)]
-            raise UsageError(
-                f"not comparable: {name} is {shown[0]} in one and {shown[1]} in the other; measure both alike"
-            )
+        values = [getattr(conditions, name) for conditions in (first, second)]
+        if values[0] != values[1]:
+            a, b = (value[:12] if name.endswith("fingerprint") else value for value in values)
+            raise UsageError(f"not comparable: {name} is {a} in one and {b} in the other; measure both alike")
 
 
 def to_plain(value: Any) -> Any:
@@ -174,37 +172,37 @@ def to_plain(value: Any) -> Any:
     return "inf" if value == math.inf else value
 
 
-def from_plain(kind: Any, value: Any, place: str) -> Any:
-    """The inverse of `to_plain`, strict: every key of a value type must be there, and no other.
+def from_plain(hint: Any, value: Any, place: str) -> Any:
+    """The inverse of `to_plain`, for a value of type `hint`: every key must be there, and no other.
 
     Raises:
         UsageError: names the place and what is wrong there.
     """
-    origin = typing.get_origin(kind)
+    origin = typing.get_origin(hint)
     if origin is types.UnionType:
-        return None if value is None else from_plain(typing.get_args(kind)[0], value, place)
-    if dataclasses.is_dataclass(kind):
-        return _object(typing.cast(type, kind), value, place)
+        return None if value is None else from_plain(typing.get_args(hint)[0], value, place)
+    if dataclasses.is_dataclass(hint):
+        return _object(typing.cast(type, hint), value, place)
     if origin is tuple:
         _require(isinstance(value, list), place, "a list", value)
-        return tuple(from_plain(typing.get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value))
-    if kind is float:
+        return tuple(from_plain(typing.get_args(hint)[0], item, f"{place}[{i}]") for i, item in enumerate(value))
+    if hint is float:
         _require(value == "inf" or (type(value) in (int, float) and math.isfinite(value)), place, "a number", value)
         return float(value)
-    _require(type(value) is kind, place, kind.__name__, value)
+    _require(type(value) is hint, place, hint.__name__, value)
     return value
 
 
-def _object(kind: type, value: Any, place: str) -> Any:
+def _object(value_type: type, value: Any, place: str) -> Any:
     _require(isinstance(value, dict), place, "an object", value)
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(value_type)
     wrong = [f"unknown key {key!r}" for key in value if key not in hints]
     wrong += [f"no {key!r}" for key in hints if key not in value]
     if wrong:
         raise UsageError(f"{place}: {wrong[0]}; this report was written by another version of quantsink, measure again")
-    return kind(**{key: from_plain(hint, value[key], f"{place}.{key}") for key, hint in hints.items()})
+    return value_type(**{key: from_plain(hint, value[key], f"{place}.{key}") for key, hint in hints.items()})
 
 
-def _require(good: bool, place: str, wanted: str, value: Any) -> None:
+def _require(good: bool, place: str, expected: str, value: Any) -> None:
     if not good:
-        raise UsageError(f"{place}: expected {wanted}, found {value!r}")
+        raise UsageError(f"{place}: expected {expected}, found {value!r}")

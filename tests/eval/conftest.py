@@ -10,7 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quantsink.calibration.calibrate import calibrate
 from quantsink.calibration.calibration import Calibration
-from quantsink.eval import EvalText, read
+from quantsink.eval import EvalText, Method, Report, measure, parse_methods, read
+
+Measure = Callable[..., Report]
 
 TEXT = "the first token draws attention whatever follows.\nno other does so. " * 40
 
@@ -34,7 +36,7 @@ def _tiny(**options: Any) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., LlamaForCausalLM]:
-    """Makes a model of 2 layers x 4 heads; options are those of its config."""
+    """Builds a model of 2 layers x 4 heads; options are those of its config."""
     return _tiny
 
 
@@ -61,9 +63,34 @@ def calibration(
 ) -> Calibration:
     path = tmp_path_factory.mktemp("calibration") / "other.txt"
     path.write_text("calibrated on something else, zebras and quails. " * 20)
-    # Random weights have no sink heads; one made up a layer lets the routes differ.
-    found = calibrate(model, tokenizer, str(path), seq_len=48, max_tokens=192)
-    for statistics in found.statistics.values():
+    # Random weights have no sink heads; one invented per layer lets the routes differ.
+    calibration = calibrate(model, tokenizer, str(path), seq_len=48, max_tokens=192)
+    for statistics in calibration.statistics.values():
         for fields in statistics.heads.values():
             fields["bos_mass"][0] = fields["rows"][0] * 0.9
-    return found
+    return calibration
+
+
+@pytest.fixture(scope="session")
+def run(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, calibration: Calibration, text: EvalText
+) -> Measure:
+    """`measure` on the tiny model; keywords replace its defaults."""
+
+    def call(methods: str | list[Method] = "reference", **options: Any) -> Report:
+        settings = {
+            "model": model,
+            "tokenizer": tokenizer,
+            "model_name": "tiny <llama>",
+            "calibration": calibration,
+            "text": text,
+            "methods": parse_methods(methods) if isinstance(methods, str) else methods,
+        }
+        return measure(**{**settings, **options})
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def report(run: Measure) -> Report:
+    return run("all", notes=("its weights lie on a 4-bit grid",))

@@ -43,5 +43,5 @@ def test_one_window_has_no_interval() -> None:
 
 
 def test_other_windows_cannot_be_paired() -> None:
-    with pytest.raises(ValueError, match="not the same"):
+    with pytest.raises(ValueError, match="different windows"):
         difference_interval(windows(2, 1), [WindowSums(1, 1, 1, 99)] * 2)

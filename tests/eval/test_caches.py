@@ -107,7 +107,7 @@ def test_a_cache_is_a_row_with_its_bits_and_bytes(run: Callable[..., Report], tm
     assert (c.context, c.scored) == (PREFILL, 2 * 101)
     facts = dict(report.facts())
     assert "first 128 of each window are context only" in facts["windows"]
-    assert "128 tokens and then 32" in facts["KV caches"]
+    assert "128 tokens first and then 32" in facts["KV caches"]
     assert "context 128" in report.lines()[0]
     report.save(tmp_path / "report")
     assert Report.load(tmp_path / "report") == report
@@ -133,7 +133,7 @@ def test_both_pictures_where_both_kinds_of_rows_are(run: Callable[..., Report], 
 
 
 def test_a_cache_is_not_measured_on_its_prefill(run: Callable[..., Report], text: EvalText) -> None:
-    with pytest.raises(UsageError, match="plain: shows only behind its prefill"):
+    with pytest.raises(UsageError, match="plain: its error shows only after the prefill"):
         run([plain()], text=text)
 
 

@@ -1,4 +1,4 @@
-"""Labels of the picture stay apart, near their points and within the axes."""
+"""Labels of the picture stay apart, close to their points and within the axes."""
 
 import itertools
 import math
@@ -9,10 +9,10 @@ from quantsink.eval.plot import _spread
 
 
 @pytest.mark.parametrize(
-    "wanted", [[-3.0], [-3.0] * 12, [-6.9, -3.0, -3.0, -2.9, -0.1], [-0.1, -0.05, 0.0], [-6.9] * 5, []]
+    "heights", [[-3.0], [-3.0] * 12, [-6.9, -3.0, -3.0, -2.9, -0.1], [-0.1, -0.05, 0.0], [-6.9] * 5, []]
 )
-def test_labels_do_not_overlap(wanted: list[float]) -> None:
-    placed = _spread(wanted, 1e-7, 1.0)
+def test_labels_do_not_overlap(heights: list[float]) -> None:
+    placed = _spread(heights, 1e-7, 1.0)
     gap = 7 / 24
     assert all(b - a >= gap - 1e-9 for a, b in itertools.pairwise(placed))
     assert all(-7 < y < 0 for y in placed)

@@ -263,7 +263,7 @@ def test_reports_merge_with_one_rolling_cache(report: Report, run: Measure) -> N
     plain = run(rolling=None)
     assert plain.rolling == ()
     assert plain.merge(report).rolling == report.rolling == report.merge(plain).rolling
-    with pytest.raises(UsageError, match="a rolling cache: stands in both"):
+    with pytest.raises(UsageError, match="a rolling cache appears in both"):
         report.merge(report)
 
 
