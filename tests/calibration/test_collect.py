@@ -1,4 +1,4 @@
-"""Streamed statistics against a full eager computation, and a model that is as before afterwards."""
+"""Streamed statistics equal a full eager computation, cost little, and leave the model unchanged."""
 
 import math
 
@@ -36,9 +36,9 @@ def eager_weights(model, tokens):
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        found = model(tokens, output_attentions=True).attentions
+        attentions = model(tokens, output_attentions=True).attentions
     model.set_attn_implementation(before)
-    return [weights.double() for weights in found]
+    return [weights.double() for weights in attentions]
 
 
 def gemma2():
@@ -61,7 +61,7 @@ def test_statistics_equal_a_full_eager_computation(family, sink_size, request):
         rows = weights[0, :, 16:]
         seen = (rows > 0).sum(-1)
         entropy = -(rows * rows.clamp(min=1e-300).log()).sum(-1) / seen.double().log()
-        found = head_means(collector.heads[layer.name])
+        means = head_means(collector.heads[layer.name])
         rest = rows[..., sink_size:].amax(-1)
         expected = {
             "bos_mass": rows[..., 0].mean(-1),
@@ -70,7 +70,7 @@ def test_statistics_equal_a_full_eager_computation(family, sink_size, request):
             "rest_peak": rest.mean(-1),
         }
         for name, value in expected.items():
-            assert torch.allclose(found[name], value, atol=1e-5), (layer.name, name)
+            assert torch.allclose(means[name], value, atol=1e-5), (layer.name, name)
         fields = collector.heads[layer.name]
         assert torch.allclose(fields["rest_peak_max"], rest.amax(-1), atol=1e-5)
         assert int(fields["rows"][0]) == 134
@@ -85,7 +85,7 @@ def test_statistics_equal_a_full_eager_computation(family, sink_size, request):
 def test_key_and_value_ranges_split_off_the_sink(tiny_llama):
     model, tokens = tiny_llama(), ids(40)
     seen = {}
-    Architecture.of(model)  # it looks at the model by running it
+    Architecture.of(model)  # runs the model, which the hook below must not see
 
     def grab(module, arguments, output):
         seen["v"] = output.view(1, 40, 2, 16).transpose(1, 2)[0].double()
@@ -128,7 +128,7 @@ def test_pads_never_enter_a_statistic(family, side, request):
     for name, fields in alone.heads.items():
         for field, value in fields.items():
             if side == "left" and field.startswith(("key", "error", "query_gram")):
-                continue  # queries and keys turn with their position, and so does what INT8 makes of them
+                continue  # queries and keys depend on their position, and so does their INT8 error
             assert torch.allclose(padded.heads[name][field], value, atol=1e-5, rtol=1e-4), (name, field)
         assert torch.allclose(padded.heads[name]["value_amax"], fields["value_amax"], atol=1e-5)
         assert torch.equal(padded.heads[name]["key_count"], fields["key_count"])
@@ -163,7 +163,7 @@ def test_sampled_rows_estimate_all_rows(tiny_llama):
     assert torch.allclose(sampled["entropy"], exact["entropy"], atol=0.02)
 
 
-def test_the_model_is_as_before_afterwards(tiny_llama):
+def test_collecting_leaves_hooks_and_modes_as_they_were(tiny_llama):
     model = tiny_llama()
     model.train()
     model.model.layers[1].eval()
@@ -183,13 +183,13 @@ def test_the_model_is_as_before_afterwards(tiny_llama):
     assert {name: m.training for name, m in model.named_modules()} == modes
 
 
-def test_two_models_that_share_a_config(tiny_llama):
+def test_collecting_from_one_model_leaves_another_with_its_config_alone(tiny_llama):
     first = tiny_llama(seed=0)
     second = type(first)(first.config).eval()
     expected = collect(first, (ids(40),)).heads["model.layers.0.self_attn"]
     with collecting(Collector(second, Architecture.of(second), sink_size=1)):
-        found = collect(first, (ids(40),)).heads["model.layers.0.self_attn"]
-    assert torch.equal(found["bos_mass"], expected["bos_mass"])
+        fields = collect(first, (ids(40),)).heads["model.layers.0.self_attn"]
+    assert torch.equal(fields["bos_mass"], expected["bos_mass"])
 
 
 def test_the_output_of_the_model_is_untouched(tiny_gemma):
@@ -202,21 +202,21 @@ def test_the_output_of_the_model_is_untouched(tiny_gemma):
     assert torch.allclose(seen[0], seen[-1], atol=1e-5)
 
 
-def test_attention_that_goes_round_the_interface_is_refused(tiny_llama):
+def test_attention_that_bypasses_the_interface_is_refused(tiny_llama):
     model = tiny_llama()
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ArchitectureError, match=r"layers\.1\.self_attn: its attention did not go through"):
         collect(model, (ids(30),))
 
 
-def test_real_tokens_must_be_one_run(tiny_llama):
+def test_real_tokens_must_lie_together(tiny_llama):
     mask = torch.ones(1, 30, dtype=torch.long)
     mask[0, 10] = 0
     with pytest.raises((ValueError, QuantSinkError), match="unbroken run"):
         collect(tiny_llama(), (ids(30), mask))
 
 
-def test_a_planted_sink_costs_less_on_its_own_route(tiny_llama):
+def test_a_sink_head_costs_less_on_the_sink_route(tiny_llama):
     model = tiny_llama()
     with torch.no_grad():
         for layer in model.model.layers:

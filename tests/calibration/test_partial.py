@@ -38,7 +38,7 @@ def child(model_folder, out, pace="fast"):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("after", ["builtin:prose 5", "builtin:code 3"])
+@pytest.mark.parametrize("after", ["builtin:prose 5", pytest.param("builtin:code 3", marks=pytest.mark.slow)])
 def test_killed_and_resumed_is_bit_identical(after, tiny_llama, tokenizer, tmp_path):
     tiny_llama().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

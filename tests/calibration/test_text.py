@@ -307,8 +307,8 @@ def test_a_bos_in_the_text_is_taken_out(tokenizer: PreTrainedTokenizerFast) -> N
 
 
 def test_bos_only_text_gives_no_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match="'mine' gives no tokens"):
-        windows(tokenizer, ["<s><s>", ""], seq_len=4, max_tokens=100, name="mine")
+    with pytest.raises(DataError, match="'corpus' gives no tokens"):
+        windows(tokenizer, ["<s><s>", ""], seq_len=4, max_tokens=100, name="corpus")
 
 
 def test_without_a_bos_the_windows_hold_only_text(
@@ -386,7 +386,7 @@ def test_a_source_names_its_windows(tokenizer: PreTrainedTokenizerFast, tmp_path
     path.write_text(TEXT)
     source = parse_spec(str(path))
     assert windows(tokenizer, source, seq_len=8, max_tokens=64).name == "corpus.txt"
-    assert windows(tokenizer, source, seq_len=8, max_tokens=64, name="mine").name == "mine"
+    assert windows(tokenizer, source, seq_len=8, max_tokens=64, name="corpus").name == "corpus"
     assert windows(tokenizer, ["a"], seq_len=8, max_tokens=64).name == "documents"
 
 

@@ -42,11 +42,11 @@ def true_mass(model: FeatureModel, x: torch.Tensor) -> dict[tuple[int, int], flo
     with torch.no_grad():
         copy.deepcopy(model).double().run(x.double(), record=record)
     means = [weights[:, :, FIRST_ROW:, 0].mean((0, 2)) for weights in record]
-    return {(layer, head): float(own) for layer, each in enumerate(means) for head, own in enumerate(each)}
+    return {(layer, head): float(mass) for layer, masses in enumerate(means) for head, mass in enumerate(masses)}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_heads_found_are_the_true_ones(models: dict[str, FeatureModel], batch: Batch, name: str) -> None:
+def test_calibration_finds_the_true_sink_heads(models: dict[str, FeatureModel], batch: Batch, name: str) -> None:
     true = true_mass(models[name], batch.features)
     calibration = quantsink.calibrate(models[name], None, batch.features, seq_len=LENGTH, query_rows=None)
     for head in calibration.heads():
@@ -55,7 +55,7 @@ def test_the_heads_found_are_the_true_ones(models: dict[str, FeatureModel], batc
         assert head.sink == (mass >= 0.3), (head.layer, head.head)
     assert sum(len(stats.heads) for stats in calibration.statistics.values()) == len(models[name].blocks)
     if name == "four layers":
-        assert 0 < sum(mass >= 0.3 for mass in true.values()) < len(true), "heads of both kinds, or nothing was tested"
+        assert 0 < sum(mass >= 0.3 for mass in true.values()) < len(true), "the model has sink heads and other heads"
     else:
         assert true[0, 0] >= (0.3 if name == "softmax1" else 0.9)
 
@@ -72,7 +72,7 @@ def test_the_quantized_model_still_does_the_task(models: dict[str, FeatureModel]
     assert solved(output, batch).share >= 0.99
 
 
-def test_what_is_counted_is_counted_right(models: dict[str, FeatureModel], batch: Batch) -> None:
+def test_windows_and_tokens_of_vectors_are_counted(models: dict[str, FeatureModel], batch: Batch) -> None:
     calibration = quantsink.calibrate(models["softmax"], None, batch.features, seq_len=LENGTH)
     (domain,) = calibration.domains
     assert (domain.name, domain.windows, domain.tokens) == ("vectors", SEQUENCES, SEQUENCES * LENGTH)
