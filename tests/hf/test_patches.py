@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import logits, quantized
 from torch import nn
 
 import quantsink
@@ -93,7 +94,7 @@ def test_an_exception_in_any_change_leaves_the_original_model(calibrated, monkey
     """The first, the second, ... until one run makes them all."""
     model, calibration = calibrated
     decided = plan(calibration, RECIPE)
-    before, logits = tree(model), model(IDS).logits
+    before, expected = tree(model), logits(model, IDS)
     made = []
 
     def failing(limit: int, method: str) -> Any:
@@ -122,14 +123,14 @@ def test_an_exception_in_any_change_leaves_the_original_model(calibrated, monkey
         break
     assert limit == len(made) > 30
     assert {"put", "set", "hook", "freeze"} <= set(made)
-    assert not torch.equal(model(IDS).logits, logits)
+    assert not torch.equal(logits(model, IDS), expected)
 
 
 def test_an_exception_in_the_making_of_a_module_leaves_the_original_model(calibrated, monkeypatch):
     from quantsink.layers.linear import QuantizedLinear
 
     model, calibration = calibrated
-    before, logits = tree(model), model(IDS).logits
+    before, expected = tree(model), logits(model, IDS)
     original = QuantizedLinear.of
     for limit in (0, 3, 14):
         sites = []
@@ -145,7 +146,7 @@ def test_an_exception_in_the_making_of_a_module_leaves_the_original_model(calibr
             with pytest.raises(MemoryError):
                 quantsink.quantize(model, calibration, RECIPE)
         assert tree(model) == before
-        assert torch.equal(model(IDS).logits, logits)
+        assert torch.equal(logits(model, IDS), expected)
 
 
 def test_all_changes_are_listed(calibrated):
@@ -186,3 +187,12 @@ def test_parameters_and_modules_come_back_in_their_order():
     with pytest.raises(RuntimeError):
         fail()
     assert tree(model) == before
+
+
+def test_the_last_row_of_a_prompt_keeps_no_strides_of_it(tiny_llama, tokenizer):
+    """Or `torch.matmul` copies the head's weights at every prompt."""
+    seen = []
+    model = quantized(tiny_llama(), tokenizer)
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].stride()))
+    logits(model, logits_to_keep=1)
+    assert seen == [(48, 48, 1)]
