@@ -63,21 +63,21 @@ ATTENTION = """
 import logging, sys
 import torch
 from quantsink.kernels import cpu as kernels, sink_attention
-from quantsink.kernels.sink_attention import cpu
-from quantsink.kernels.sink_attention.reference import Rule, reference
+from quantsink.kernels.sink_attention.call import Call
+from quantsink.kernels.sink_attention.reference import reference
 
 warnings = []
 handler = logging.Handler()
 handler.emit = lambda record: warnings.append(record.getMessage())
 logging.getLogger("quantsink").addHandler(handler)
 calls = []
-cpu.reference = lambda *arguments: calls.append(1) or reference(*arguments)
+operator = sys.modules["quantsink.kernels.sink_attention"]
+operator.reference = lambda call: calls.append(1) or reference(call)
 
 q, k, v = torch.randn(1, 6, 70, 64), torch.randn(1, 2, 70, 64), torch.randn(1, 2, 70, 64)
 routes, mean, scaling = torch.tensor([0, 1, 2] * 2), k.mean((0, 2)), 0.125
 out, again = (sink_attention(q, k, v, routes=routes, key_mean=mean, scaling=scaling) for _ in range(2))
-rule = Rule(scaling, 1, True, "block", 64, 0.0, None, None, None)
-expected = reference(q, k, v, None, routes, mean, None, rule)
+expected = reference(Call.of(query=q, key=k, value=v, routes=routes, key_mean=mean, scaling=scaling))
 assert torch.equal(out, again)
 if sys.argv[1] == "kernels":
     assert kernels.library() is not None

@@ -24,7 +24,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quantsink.kernels import Route, sink_attention
 from quantsink.kernels.sink_attention import triton_backend
-from quantsink.kernels.sink_attention.reference import Rule, reference
+from quantsink.kernels.sink_attention.call import Call
+from quantsink.kernels.sink_attention.reference import reference
 
 BUDGET, FLOOR = 2.0, 1e-7
 """As tests/numerics.py has them: error <= BUDGET x the reference's in the same type, which is at least FLOOR."""
@@ -153,17 +154,8 @@ def errors(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> tuple[flo
 
 
 def as_reference(case: Case, x: dict[str, Tensor], options: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    q, k, v = (x[name].to(dtype) for name in ("query", "key", "value"))
-    rule = Rule(
-        case.head_dim**-0.5,
-        options.get("sink_size", 1),
-        True,
-        "block",
-        64,
-        options.get("softcap", 0.0),
-        *(options.get(name) for name in ("clip_row", "clip_absolute", "s_aux")),
-    )
-    return reference(q, k, v, None, x["routes"], x["key_mean"], None, rule)
+    inputs = {name: x[name].to(dtype) for name in ("query", "key", "value")}
+    return reference(Call.of(**{**x, **inputs}, scaling=case.head_dim**-0.5, **options))
 
 
 # The timings.

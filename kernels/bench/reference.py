@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from quantsink.kernels import Route
-from quantsink.kernels.sink_attention.reference import Rule, reference
+from quantsink.kernels.sink_attention.call import Call
+from quantsink.kernels.sink_attention.reference import reference
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 CASES = {
@@ -60,10 +61,10 @@ def measure(queries: int, keys: int, repeats: int) -> tuple[float, float]:
     module: Any = torch.nn.Module().eval()
     module.num_key_value_groups = HEADS // KV_HEADS
     scaling = HEAD_DIM**-0.5
-    rule = Rule(scaling, 1, True, "block", 64, 0.0, None, None, None)
+    call = Call.of(query=query, key=key, value=value, routes=routes, key_mean=key_mean, scaling=scaling)
 
     def ours() -> Tensor:
-        return reference(query, key, value, None, routes, key_mean, None, rule)
+        return reference(call)
 
     def eager() -> Tensor:
         output: Tensor = eager_attention_forward(module, query, key, value, mask, scaling=scaling)[0]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quantsink.kernels import Route
+from quantsink.kernels import Route, cpu
 from quantsink.kernels.coded_attention import CodedKV, coded_attention
 from quantsink.kernels.coded_attention import reference as coded_reference
+from quantsink.kernels.coded_attention.call import Call
 from quantsink.kernels.coded_attention.codes import (
     BLOCK,
     WIDTHS,
@@ -28,8 +29,6 @@ from quantsink.kernels.coded_attention.codes import (
     unpack_record,
 )
 from quantsink.kernels.cpu import library
-from quantsink.kernels.sink_attention import cpu as sink_cpu
-from quantsink.kernels.sink_attention.reference import Rule
 
 INT8, SINK, NATIVE = Route.INT8, Route.SINK, Route.NATIVE
 SEEDS = 6
@@ -57,7 +56,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert kernels is not None
     before, threads = kernels.isa(), torch.get_num_threads()
     assert kernels.select_isa(request.param)
-    monkeypatch.setattr(sink_cpu, "poison", True)
+    monkeypatch.setattr(cpu, "poison", True)
     # The package hides behind the function of the same name.
     monkeypatch.setattr(import_module("quantsink.kernels.coded_attention"), "reference", refuse)
     yield str(request.param)
@@ -106,10 +105,7 @@ def ragged(codes: CodedKV, counts: list[list[int]]) -> CodedKV:
 
 
 def as_reference(query: Tensor, codes: CodedKV, routes: Tensor, **options: Any) -> Tensor:
-    given = {"scaling": query.shape[-1] ** -0.5, "softcap": 0.0, **options}
-    bounds = (given.get(name) for name in ("clip_row", "clip_absolute", "s_aux"))
-    rule = Rule(given["scaling"], 0, True, "block", BLOCK, given["softcap"], *bounds)
-    return coded_reference(query, codes, routes, rule)
+    return coded_reference(Call.of(query, codes, routes, **{"scaling": query.shape[-1] ** -0.5, **options}))
 
 
 def run(numerics: ModuleType, query: Tensor, codes: CodedKV, routes: Tensor, **options: Any) -> Tensor:

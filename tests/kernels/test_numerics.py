@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from quantsink.kernels import CodedKV, Route, coded_attention, quantize_per_token, sink_attention
+from quantsink.kernels.coded_attention.call import Call as CodedCall
 from quantsink.kernels.coded_attention.reference import reference as coded_reference
-from quantsink.kernels.sink_attention.reference import Rule, quantize_value_blocks, reference
+from quantsink.kernels.sink_attention.call import Call
+from quantsink.kernels.sink_attention.reference import quantize_value_blocks, reference
 
 Arguments = dict[str, Any]
 BLOCK = 64
@@ -35,9 +37,7 @@ def case(seed: int = 0, length: int = 320, heads: int = 6, route: Route = Route.
 
 def yardstick(arguments: Arguments, scaling: float = 1.0) -> Tensor:
     """The reference in float32, its scores `scaling` times as large."""
-    names = ("query", "key", "value", "mask", "routes", "key_mean", "sink_start")
-    rule = Rule(arguments["scaling"] * scaling, 1, True, "block", BLOCK, 0.0, arguments.get("clip_row"), None, None)
-    return reference(*(arguments.get(name) for name in names), rule)
+    return reference(Call.of(**{**arguments, "scaling": arguments["scaling"] * scaling}))
 
 
 def implementation(
@@ -117,7 +117,7 @@ def test_the_coded_operator_passes_whatever_the_yardstick_s_last_bits(
         arguments = case(seed, length=600)
         query, codes = arguments["query"][:, :, -3:], CodedKV.encode(arguments["key"], arguments["value"], bits)
         truth = numerics.coded_attention_truth(query, codes, routes)
-        other = coded_reference(query, codes, routes, Rule(scaling, 0, True, "block", BLOCK, 0.0, None, None, None))
+        other = coded_reference(CodedCall.of(query, codes, routes, scaling))
         numerics.assert_within_budget(coded_attention(query, codes, routes=routes, scaling=0.125), other, truth)
 
 

@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantsink.kernels import Route, sink_attention
-from quantsink.kernels.sink_attention.reference import Rule, reference
+from quantsink.kernels.sink_attention.call import Call
+from quantsink.kernels.sink_attention.reference import reference
 
 INT8, SINK, NATIVE = Route.INT8, Route.SINK, Route.NATIVE
 
@@ -309,9 +310,9 @@ def test_scores_of_all_queries_never_exist_at_once(masked: bool, monkeypatch: py
     length, heads = 1024, 6
     monkeypatch.setattr(import_module("quantsink.kernels.sink_attention.reference"), "TILE", 2**18)
     arguments = case(heads, 2, length, dim=32, routes=[0, 1, 2] * 2, dtype=torch.float)
-    rule = Rule(arguments.pop("scaling"), 1, True, "block", 64, 0.0, None, None, None)
+    call = Call.of(**arguments, mask=causal_mask(length, length) if masked else None)
     with Largest() as largest:
-        reference(**arguments, mask=causal_mask(length, length) if masked else None, sink_start=None, rule=rule)
+        reference(call)
     assert largest.elements <= max(2**18, heads * length * 32, masked * length * length)
     assert largest.elements < heads * length * length // 4
 
@@ -453,10 +454,7 @@ def test_splitting_a_planted_sink_off_lowers_the_error(numerics: ModuleType, wei
 @pytest.mark.parametrize("length", [65, 300])
 def test_operator_is_within_the_error_budget(numerics: ModuleType, dtype: torch.dtype, length: int) -> None:
     arguments = case(9, 3, length, dim=64, routes=[0, 1, 2] * 3, dtype=dtype)
-    rule = Rule(arguments["scaling"], 1, True, "block", 64, 0.0, None, None, None)
-
-    q, k, v = (arguments[name] for name in ("query", "key", "value"))
-    yardstick = reference(q, k, v, None, arguments["routes"], arguments["key_mean"], None, rule)
+    yardstick = reference(Call.of(**arguments))
     with numerics.poisoned_memory():
         out = sink_attention(**arguments)
     assert out.dtype == dtype
@@ -569,10 +567,7 @@ def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> No
 
 
 def operator_call(arguments: dict[str, Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    names = ("query", "key", "value", "mask", "routes", "key_mean", "sink_start", "clip_row", "clip_absolute", "s_aux")
-    tensors = {**arguments, **options}
-    fixed = {"sink_size": 1, "causal": True, "weight_scale": "block", "block": 64, "softcap": 0.0}
-    return tuple(tensors.get(name) for name in names), {"scaling": arguments["scaling"], **fixed}
+    return tuple(Call.of(**arguments, **options)), {}
 
 
 @pytest.mark.parametrize("full", [True, False])

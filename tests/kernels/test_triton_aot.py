@@ -46,9 +46,9 @@ class NamedGPU:
         return 0
 
 
-def calls() -> Iterator[tuple[Any, ...]]:
-    """Arguments of `attention` that between them choose every configuration, each with more than one set of sizes."""
-    Rule = import_module("quantsink.kernels.sink_attention.reference").Rule
+def calls() -> Iterator[Any]:
+    """Calls of `attention` that between them choose every configuration, each with more than one set of sizes."""
+    call = import_module("quantsink.kernels.sink_attention.call").Call.of
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for dim, value_dim in ((64, 48), (64, 64), (80, 96), (128, 128), (256, 16)):
             for heads, kv_heads, queries, keys, batch in ((8, 2, 100, 100, 1), (8, 1, 1, 1, 2), (4, 4, 3, 333, 1)):
@@ -63,8 +63,11 @@ def calls() -> Iterator[tuple[Any, ...]]:
                 routes, mean = torch.zeros(heads, dtype=torch.uint8), torch.zeros(kv_heads, dim)
                 mask = torch.ones(batch, 1, queries, keys + 3, dtype=torch.bool)[..., 3:]
                 start, bound = torch.zeros(batch, dtype=torch.int64), torch.ones(heads)
-                yield q, k, v, None, routes, mean, None, Rule(1.0, 1, True, "block", 64, 0.0, None, None, None)
-                yield q, k, v, mask, routes, mean, start, Rule(0.3, 65, False, "block", 64, 5.0, bound, bound, bound)
+                tensors = {"query": q, "key": k, "value": v, "routes": routes, "key_mean": mean}
+                yield call(**tensors, scaling=1.0)
+                limits = {"softcap": 5.0, "clip_row": bound, "clip_absolute": bound, "s_aux": bound}
+                visible = {"mask": mask, "sink_start": start, "sink_size": 65, "causal": False}
+                yield call(**tensors, scaling=0.3, **visible, **limits)
 
 
 def compile_share(share: int) -> None:
@@ -75,7 +78,7 @@ def compile_share(share: int) -> None:
     launched: dict[Any, list[tuple[Any, ...]]] = {}
     launch.launch = lambda config, grid, *arguments: launched.setdefault(config, []).append(arguments)
     for call in calls():
-        launch.attention(*call)
+        launch.attention(call)
     assert set(launched) == set(launch.CONFIGS)
     work = [(architecture, config) for config in launch.CONFIGS for architecture in ARCHITECTURES]
     for architecture, config in work[share::PROCESSES]:

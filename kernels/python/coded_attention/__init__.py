@@ -4,74 +4,39 @@ They are read in place, as a quantized KV cache needs it: sink tokens and the ne
 full-precision copy.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from quantsink.kernels.attention import check_gradient, check_limits
 from quantsink.kernels.coded_attention import cpu
 from quantsink.kernels.coded_attention.cache import CodedKV, check
+from quantsink.kernels.coded_attention.call import SCHEMA, Call
 from quantsink.kernels.coded_attention.codes import BLOCK, Record, decode, encode
 from quantsink.kernels.coded_attention.reference import reference
-from quantsink.kernels.dispatch import check_devices, direct
-from quantsink.kernels.sink_attention import check_gradient, check_limits
-from quantsink.kernels.sink_attention.reference import Rule
+from quantsink.kernels.dispatch import check_devices, direct, register
 
 __all__ = ["BLOCK", "CodedKV", "Record", "coded_attention", "decode", "encode"]
 
-torch.library.define(
-    "quantsink::coded_attention",
-    "(Tensor query, Tensor sink_key, Tensor sink_value, Tensor key, Tensor value, Tensor[] banks, Tensor heads,"
-    " Tensor rows, Tensor routes, Tensor? clip_row, Tensor? clip_absolute, Tensor? s_aux, *, int[] bits, float scaling,"
-    " float softcap) -> Tensor",
-)
+
+def _reference(call: Call) -> Tensor:
+    check(call.codes, call.query, call.routes)
+    check_limits("coded_attention", call)
+    with torch.autocast(call.query.device.type, enabled=False):
+        return reference(call)
 
 
-def _reference(
-    query: Tensor,
-    sink_key: Tensor,
-    sink_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    banks: list[Tensor],
-    heads: Tensor,
-    rows: Tensor,
-    routes: Tensor,
-    clip_row: Tensor | None,
-    clip_absolute: Tensor | None,
-    s_aux: Tensor | None,
-    *,
-    bits: list[int],
-    scaling: float,
-    softcap: float,
-) -> Tensor:
-    codes = CodedKV(sink_key, sink_value, key, value, tuple(banks), tuple(bits), heads, rows)
-    check(codes, query, routes)
-    check_limits("coded_attention", query.shape[1], softcap, clip_row, clip_absolute, s_aux)
-    rule = Rule(scaling, 0, True, "block", BLOCK, softcap, clip_row, clip_absolute, s_aux)
-    with torch.autocast(query.device.type, enabled=False):
-        return reference(query, codes, routes, rule)
+def _cpu(call: Call) -> Tensor:
+    out = cpu.attend(call)
+    return _reference(call) if out is None else out
 
 
-def _cpu(*tensors: Any, bits: list[int], scaling: float, softcap: float) -> Tensor:
-    out = cpu.attend(*tensors, bits=bits, scaling=scaling, softcap=softcap)
-    return _reference(*tensors, bits=bits, scaling=scaling, softcap=softcap) if out is None else out
+def _fake(call: Call) -> Tensor:
+    check_devices(_operator, call, anywhere=("heads", "rows"))
+    batch, heads, queries = call.query.shape[:3]
+    return call.query.new_empty((batch, queries, heads, call.value.shape[-1])).transpose(1, 2)
 
 
-torch.library.impl("quantsink::coded_attention", "CompositeExplicitAutograd", _reference)
-torch.library.impl("quantsink::coded_attention", "CPU", _cpu)
-
-
-_operator = torch.ops.quantsink.coded_attention.default
-
-
-@torch.library.register_fake("quantsink::coded_attention")
-def _fake(
-    query: Tensor, sink_key: Tensor, sink_value: Tensor, key: Tensor, value: Tensor, *rest: object, **_: object
-) -> Tensor:
-    check_devices(_operator, (query, sink_key, sink_value, key, value, *rest), anywhere=("heads", "rows"))
-    batch, heads, queries = query.shape[:3]
-    return query.new_empty((batch, queries, heads, value.shape[-1])).transpose(1, 2)
+_operator = register("coded_attention", SCHEMA, Call, reference=_reference, cpu=_cpu, fake=_fake)
 
 
 def coded_attention(
@@ -102,14 +67,10 @@ def coded_attention(
         ValueError: shapes or types that do not fit together; an input that needs a gradient.
     """
     check_gradient("coded_attention", query, codes.sink_key, codes.sink_value, codes.key, codes.value, s_aux)
-    tensors = (
-        query, codes.sink_key, codes.sink_value, codes.key, codes.value, codes.banks, codes.heads, codes.rows, routes,
-        clip_row, clip_absolute, s_aux,
-    )  # fmt: skip
-    softcap = softcap or 0.0
-    if direct(*tensors[:5], *codes.banks, *tensors[6:]):
-        out = cpu.attend(*tensors, bits=codes.bits, scaling=scaling, softcap=softcap)
+    call = Call.of(query, codes, routes, scaling, softcap, clip_row, clip_absolute, s_aux)
+    if direct(*call[:5], *codes.banks, *call[6:12]):
+        out = cpu.attend(call)
         if out is not None:
             return out
-    result: Tensor = _operator(*tensors, bits=codes.bits, scaling=scaling, softcap=softcap)
+    result: Tensor = _operator(*call)
     return result

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantsink.kernels.coded_attention.cache import CodedKV, check_banks, check_tables, record
+from quantsink.kernels.attention import Route, finite
+from quantsink.kernels.coded_attention.cache import check_banks, check_tables, record
+from quantsink.kernels.coded_attention.call import Call
 from quantsink.kernels.coded_attention.codes import BLOCK, GROUP, spread, unpack_record
 from quantsink.kernels.int8_linear import QMAX
-from quantsink.kernels.sink_attention.reference import Route, Rule, finite
 
 SLICE = 16
 """Blocks that are unpacked at a time, at most."""
@@ -40,8 +41,9 @@ class Part:
     zero: Tensor | None = None
 
 
-def reference(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tensor:
+def reference(call: Call) -> Tensor:
     """Attention output `[B, H, Lq, Dv]` in the type of `query`."""
+    query, codes = call.query, call.codes
     work = query.dtype if query.dtype == torch.float64 else torch.float32
     check_banks(codes.key.shape[3], codes.value.shape[3], codes.banks, codes.bits, codes.key.shape[0])
     places, rows = check_tables(codes)
@@ -49,7 +51,7 @@ def reference(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tens
     group = heads // len(places)
     q = query.to(work)
     out = q.new_zeros(batch, queries, heads, codes.value.shape[3]).transpose(1, 2)
-    native = (routes == Route.NATIVE).tolist()
+    native = (call.routes == Route.NATIVE).tolist()
     for route in (False, True):
         for bank in range(len(codes.banks)):
             # All heads of a KV head together, even where they take other routes: those are left out of the result.
@@ -58,12 +60,12 @@ def reference(query: Tensor, codes: CodedKV, routes: Tensor, rule: Rule) -> Tens
             ]
             if not some or query.numel() == 0:
                 continue
-            mine = Rows(q, codes, rows, bank, some, [places[h][1] for h in some], route, rule).attend()
-            mine = mine.unflatten(2, (group, queries)).to(work)
+            part = Rows(q, call, rows, bank, some, [places[h][1] for h in some], route).attend()
+            part = part.unflatten(2, (group, queries)).to(work)
             for n, h in enumerate(some):
                 for g in range(group):
                     if native[h * group + g] == route:
-                        out[:, h * group + g] = mine[:, n, g]
+                        out[:, h * group + g] = part[:, n, g]
     return out.to(query.dtype)
 
 
@@ -73,22 +75,21 @@ class Rows:
     def __init__(
         self,
         q: Tensor,
-        codes: CodedKV,
+        call: Call,
         rows: list[list[int]],
         bank: int,
         kv_heads: list[int],
         places: list[int],
         native: bool,
-        rule: Rule,
     ) -> None:
-        self.codes, self.native, self.rule = codes, native, rule
+        self.call, self.native = call, native
         self.queries = q.shape[2]
         self.kv_heads = torch.tensor(kv_heads, device=q.device)
         self.places = torch.tensor(places, device=q.device)
-        self.all_heads, self.group = codes.key.shape[1], q.shape[1] // codes.key.shape[1]
+        self.all_heads, self.group = call.key.shape[1], q.shape[1] // call.key.shape[1]
         self.q = q.unflatten(1, (self.all_heads, self.group))[:, self.kv_heads].flatten(2, 3)
-        self.bank, self.bits = codes.banks[bank], codes.bits[bank]
-        table = torch.tensor(rows, device=q.device).view(-1, 2 + len(codes.banks), 1, 1, 1)
+        self.bank, self.bits = call.banks[bank], call.bits[bank]
+        table = torch.tensor(rows, device=q.device).view(-1, 2 + len(call.banks), 1, 1, 1)
         self.sinks, self.newest, self.used = table[:, 0], table[:, 1], table[:, 2 + bank]
         """`[B, 1, 1, 1]` each."""
         self.blocks = max(row[2 + bank] for row in rows)
@@ -97,12 +98,12 @@ class Rows:
     def attend(self) -> Tensor:
         """`[B, h, n, Dv]`."""
         floor = None
-        if self.rule.clip_row is not None:
+        if self.call.clip_row is not None:
             tops = [part.scores.amax(-1, keepdim=True) for part in self.parts() if part.scores.shape[-1]]
-            floor = torch.cat(tops, -1).amax(-1, keepdim=True) - self.per_row(self.rule.clip_row)
+            floor = torch.cat(tops, -1).amax(-1, keepdim=True) - self.per_row(self.call.clip_row)
         top = self.q.new_full((*self.q.shape[:3], 1), -torch.inf)
         total = torch.zeros_like(top)
-        out = self.q.new_zeros(*self.q.shape[:3], self.codes.value.shape[3])
+        out = self.q.new_zeros(*self.q.shape[:3], self.call.value.shape[3])
         for part in self.parts():
             s = part.scores
             if not s.shape[-1]:
@@ -117,13 +118,13 @@ class Rows:
             top = new
         # Nothing is visible where the total is 0; what is not a number stays one.
         out = torch.where(total == 0, 0, out / total)
-        if self.rule.s_aux is not None:
-            out = out * torch.sigmoid(top + total.log() - self.per_row(self.rule.s_aux))
+        if self.call.s_aux is not None:
+            out = out * torch.sigmoid(top + total.log() - self.per_row(self.call.s_aux))
         return out
 
     def parts(self) -> Iterator[Part]:
-        yield self.exact(self.codes.sink_key, self.codes.sink_value, newest=False)
-        yield self.exact(self.codes.key, self.codes.value, newest=True)
+        yield self.exact(self.call.sink_key, self.call.sink_value, newest=False)
+        yield self.exact(self.call.key, self.call.value, newest=True)
         step = max(1, min(SLICE, ROWS // max(self.q.shape[2], 1)))
         for first in range(0, self.blocks, step):
             yield self.coded(first, min(first + step, self.blocks))
@@ -138,12 +139,12 @@ class Rows:
             seen = used = columns < self.sinks
         # What is not used may be anything.
         k, v = (x[:, self.kv_heads].to(self.q.dtype).masked_fill(~used.transpose(-1, -2), 0) for x in (key, value))
-        scores = self.limited(self.q @ k.transpose(-1, -2) * self.rule.scaling)
+        scores = self.limited(self.q @ k.transpose(-1, -2) * self.call.scaling)
         return Part(scores.masked_fill_(~seen, -torch.inf), v)
 
     def coded(self, first: int, last: int) -> Part:
         layout, work, middle = (
-            record(self.bits, self.q.shape[3], self.codes.value.shape[3]),
+            record(self.bits, self.q.shape[3], self.call.value.shape[3]),
             self.q.dtype,
             2 ** (self.bits - 1),
         )
@@ -157,7 +158,7 @@ class Rows:
         scaled = q * key_scale[:, :, None]  # [B, h, n, N, D]
         scaled = scaled if self.native else to_codes(scaled)
         scores = torch.einsum("bhqnd,bhndk->bhqnk", scaled, key - middle) + zero
-        scores = self.limited(scores.mul_(self.rule.scaling))
+        scores = self.limited(scores.mul_(self.call.scaling))
         if self.ragged:
             scores = scores.masked_fill_(unused[:, :, None, :, None], -torch.inf)
         return Part(scores.flatten(3), value - middle, value_scale, value_zero + middle * value_scale)
@@ -185,10 +186,10 @@ class Rows:
 
     def limited(self, s: Tensor) -> Tensor:
         """Soft-cap, then absolute clip, of scores `[B, h, n, ...]`."""
-        if self.rule.softcap:
-            s = s.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
-        if self.rule.clip_absolute is not None:
-            bound = self.per_row(self.rule.clip_absolute)
+        if self.call.softcap:
+            s = s.div_(self.call.softcap).tanh_().mul_(self.call.softcap)
+        if self.call.clip_absolute is not None:
+            bound = self.per_row(self.call.clip_absolute)
             bound = bound if s.dim() == 4 else bound[..., None]
             s = s.clamp_(-bound, bound)
         return s

@@ -13,14 +13,14 @@ through scores -> limit -> weights -> values, in place, so that no more than a t
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantsink.kernels.attention import Route, finite
 from quantsink.kernels.int8_linear import QMAX, quantize_per_token
+from quantsink.kernels.sink_attention.call import Call
 
 TILE = 2**20
 """Scores that are held at once, so that they stay in the cache."""
@@ -28,48 +28,15 @@ MIN_ROWS, MAX_ROWS = 16, 128
 """Queries that go together: few enough that causal tiles leave out what nobody sees."""
 
 
-class Route(IntEnum):
-    """How one query head is computed."""
-
-    INT8 = 0
-    """Standard 8-bit: q and k per token, weights per (row, block), v per (block, channel)."""
-    SINK = 1
-    """8-bit with the sink tokens split off and kept exact."""
-    NATIVE = 2
-    """In the checkpoint's own type."""
-
-
-class Rule(NamedTuple):
-    """What holds for every head of one call. Shapes: H query heads, B batch rows."""
-
-    scaling: float
-    sink_size: int
-    causal: bool
-    weight_scale: str
-    block: int
-    softcap: float
-    clip_row: Tensor | None
-    clip_absolute: Tensor | None
-    s_aux: Tensor | None
-
-
-def reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    routes: Tensor,
-    key_mean: Tensor,
-    sink_start: Tensor | None,
-    rule: Rule,
-) -> Tensor:
-    """Attention output `[B, H, Lq, Dv]` in the type of `query`; see `sink_attention` for the arguments."""
+def reference(call: Call) -> Tensor:
+    """Attention output `[B, H, Lq, Dv]` in the type of `query`."""
+    query, mask, routes, sink_start = call.query, call.mask, call.routes, call.sink_start
     if not bool(((routes >= Route.INT8) & (routes <= Route.NATIVE)).all()):
         raise ValueError(f"sink_attention: routes must be 0 (int8), 1 (sink) or 2 (native), not {routes.tolist()}")
     work = query.dtype if query.dtype == torch.float64 else torch.float32
-    q, k, v = query.to(work), key.to(work), value.to(work)
+    q, k, v = query.to(work), call.key.to(work), call.value.to(work)
     if sink_start is not None and bool((sink_start > 0).any()):
-        k, v, mask = from_first_token(k, v, padding_mask(q, k, mask, sink_start, rule), sink_start)
+        k, v, mask = from_first_token(k, v, padding_mask(q, k, sink_start, call), sink_start)
     if mask is not None:
         unseen = ~mask.any(2)[:, :, :, None]
         k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
@@ -79,30 +46,30 @@ def reference(
     split = (routes != Route.NATIVE).nonzero()[:, 0]
     groups: list[NativeHeads | SplitHeads] = []
     if len(native):
-        groups.append(NativeHeads(native, k, v, kv_head, rule))
+        groups.append(NativeHeads(native, k, v, kv_head, call))
     if len(split):
-        groups.append(SplitHeads(split, k, v, kv_head, key_mean.to(work), routes, sink_start, rule))
+        groups.append(SplitHeads(split, k, v, kv_head, call))
 
     # Memory in the order [B, Lq, H, Dv], which is what an output projection reads.
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     step = min(max(TILE // max(q.shape[0] * q.shape[1] * k.shape[2], 1), MIN_ROWS), MAX_ROWS)
     for first in range(0, q.shape[2], step):
         rows = slice(first, min(first + step, q.shape[2]))
-        visible = Visible.of(rows, q.shape[2], k.shape[2], mask, rule)
+        visible = Visible.of(rows, q.shape[2], k.shape[2], mask, call)
         for group in groups:
             o, lse = group.attend(q[:, group.heads, rows], visible)
-            if rule.s_aux is not None:
-                o = o * torch.sigmoid(lse - per_head(rule.s_aux, group.heads, lse))
+            if call.s_aux is not None:
+                o = o * torch.sigmoid(lse - per_head(call.s_aux, group.heads, lse))
             out[:, group.heads, rows] = o
     return out.to(query.dtype)
 
 
-def padding_mask(q: Tensor, k: Tensor, mask: Tensor | None, start: Tensor, rule: Rule) -> Tensor:
-    """The given mask or the causal one, `[B, 1, Lq, Lk]`, without the columns before each row's first real token."""
-    column = torch.arange(k.shape[2], device=k.device)
+def padding_mask(q: Tensor, k: Tensor, start: Tensor, call: Call) -> Tensor:
+    """The call's mask or the causal one, `[B, 1, Lq, Lk]`, without the columns before each row's first real token."""
+    column, mask = torch.arange(k.shape[2], device=k.device), call.mask
     if mask is None:
         mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=k.device)
-        mask = mask.tril(k.shape[2] - q.shape[2]) if rule.causal else mask
+        mask = mask.tril(k.shape[2] - q.shape[2]) if call.causal else mask
     return mask & (column >= start[:, None])[:, None, None]
 
 
@@ -124,15 +91,15 @@ class Visible:
     """`[B or 1, 1, n or 1, last - free]`."""
 
     @classmethod
-    def of(cls, rows: slice, queries: int, keys: int, mask: Tensor | None, rule: Rule) -> "Visible":
+    def of(cls, rows: slice, queries: int, keys: int, mask: Tensor | None, call: Call) -> "Visible":
         """`last` is a whole number of blocks, beyond the keys if need be: then tiles need no padding of their own."""
-        block = rule.block if rule.weight_scale == "block" else 1
+        block = call.block if call.weight_scale == "block" else 1
         if mask is not None:
             seen = mask[:, :, rows]
             columns = seen.flatten(0, 2).any(0).nonzero()
             last = whole(int(columns[-1]) + 1 if len(columns) else 1, block)
             return cls(0, last, ~pad(seen[..., :last], (0, max(last - keys, 0))))
-        if not rule.causal:
+        if not call.causal:
             last = whole(keys, block)
             return cls(keys, last, torch.ones(1, 1, 1, last - keys, dtype=torch.bool))
         position = torch.arange(rows.start, rows.stop) + keys - queries
@@ -149,16 +116,16 @@ class Visible:
 class NativeHeads:
     """Heads that compute with every key as it is: plain softmax attention under the rule's limits."""
 
-    def __init__(self, heads: Tensor, k: Tensor, v: Tensor, kv_head: Tensor, rule: Rule) -> None:
-        self.heads, self.rule = heads, rule
+    def __init__(self, heads: Tensor, k: Tensor, v: Tensor, kv_head: Tensor, call: Call) -> None:
+        self.heads, self.call = heads, call
         self.key = k.transpose(-1, -2).contiguous().index_select(1, kv_head[heads])
         self.value = v.index_select(1, kv_head[heads])
 
     def attend(self, q: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
         """Output `[B, h, n, Dv]` and log-sum-exp `[B, h, n, 1]` of queries `[B, h, n, D]`."""
-        s = (q @ self.key[..., : visible.last]).mul_(self.rule.scaling)
-        s = visible.hide(limit(s, self.heads, self.rule))
-        drop([s], self.heads, self.rule)
+        s = (q @ self.key[..., : visible.last]).mul_(self.call.scaling)
+        s = visible.hide(limit(s, self.heads, self.call))
+        drop([s], self.heads, self.call)
         return native_part(s, self.value[:, :, : visible.last])
 
 
@@ -171,23 +138,21 @@ class SplitHeads:
         k: Tensor,
         v: Tensor,
         kv_head: Tensor,
-        key_mean: Tensor,
-        routes: Tensor,
-        sink_start: Tensor | None,
-        rule: Rule,
+        call: Call,
     ) -> None:
-        self.heads, self.rule = heads, rule
+        self.heads, self.call = heads, call
+        key_mean, sink_start = call.key_mean.to(k.dtype), call.sink_start
         group, keys = kv_head[heads], k.shape[2]
         # One column at least, hidden where it is no sink: a part without columns would have no maximum.
-        exact = min(max(rule.sink_size, 1), keys)
-        size = torch.where(routes[heads] == Route.SINK, rule.sink_size, 0)[None, :, None, None]
+        exact = min(max(call.sink_size, 1), keys)
+        size = torch.where(call.routes[heads] == Route.SINK, call.sink_size, 0)[None, :, None, None]
         left = 0 if sink_start is None else sink_start.clamp(max=0)[:, None, None, None]
         self.sink = torch.arange(exact, device=k.device) < size + left
         """`[B or 1, h, 1, exact]`, true where a key is kept exact; a negative start means sinks that left the cache."""
         self.sink_key = k[:, group, :exact].transpose(-1, -2)
         self.sink_value = v[:, group, :exact]
 
-        block = rule.block if rule.weight_scale == "block" else keys
+        block = call.block if call.weight_scale == "block" else keys
         beyond = whole(keys, block) - keys
         codes, scale = quantize_per_token(pad(k - key_mean[:, None], (0, 0, 0, beyond)))
         self.mean = key_mean[group, :, None]
@@ -205,18 +170,18 @@ class SplitHeads:
 
     def attend(self, q: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
         """Output `[B, h, n, Dv]` and log-sum-exp `[B, h, n, 1]` of queries `[B, h, n, D]`."""
-        heads, rule, last = self.heads, self.rule, visible.last
+        heads, call, last = self.heads, self.call, visible.last
         exact = min(self.sink.shape[-1], last)
         sink = self.sink[..., :exact]
-        s_s = (q @ self.sink_key[..., :exact]).mul_(rule.scaling)
+        s_s = (q @ self.sink_key[..., :exact]).mul_(call.scaling)
         s_r = self.int8_scores(q, last)
-        s_s = visible.hide(limit(s_s, heads, rule)).masked_fill_(~sink, -torch.inf)
-        s_r = visible.hide(limit(s_r, heads, rule))
+        s_s = visible.hide(limit(s_s, heads, call)).masked_fill_(~sink, -torch.inf)
+        s_r = visible.hide(limit(s_r, heads, call))
         s_r[..., :exact].masked_fill_(sink, -torch.inf)
-        drop([s_s, s_r], heads, rule)
+        drop([s_s, s_r], heads, call)
 
         o_s, l_s = native_part(s_s, self.sink_value[:, :, :exact])
-        o_r, l_r = int8_part(s_r, self.value_codes, self.value_scale, rule.weight_scale)
+        o_r, l_r = int8_part(s_r, self.value_codes, self.value_scale, call.weight_scale)
         # Both are -inf in a row without visible keys, whose outputs are zero.
         o = torch.sigmoid(l_s - l_r).nan_to_num(0) * o_s + torch.sigmoid(l_r - l_s).nan_to_num(0) * o_r
         return o, torch.logaddexp(l_s, l_r)
@@ -225,25 +190,25 @@ class SplitHeads:
         """q.k * scaling from codes; the mean was taken off the keys, so q.mean is put back."""
         codes, scale = quantize_per_token(q)
         s = codes.to(q.dtype) @ self.key_codes[..., :last]
-        s.mul_(scale * self.rule.scaling).mul_(self.key_scale[..., :last])
-        return s.add_((q @ self.mean).mul_(self.rule.scaling))
+        s.mul_(scale * self.call.scaling).mul_(self.key_scale[..., :last])
+        return s.add_((q @ self.mean).mul_(self.call.scaling))
 
 
-def limit(s: Tensor, heads: Tensor, rule: Rule) -> Tensor:
+def limit(s: Tensor, heads: Tensor, call: Call) -> Tensor:
     """Soft-cap, then absolute clip, in place."""
-    if rule.softcap:
-        s = s.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    if rule.clip_absolute is not None:
-        bound = per_head(rule.clip_absolute, heads, s)
+    if call.softcap:
+        s = s.div_(call.softcap).tanh_().mul_(call.softcap)
+    if call.clip_absolute is not None:
+        bound = per_head(call.clip_absolute, heads, s)
         s = s.clamp_(-bound, bound)
     return s
 
 
-def drop(parts: list[Tensor], heads: Tensor, rule: Rule) -> None:
+def drop(parts: list[Tensor], heads: Tensor, call: Call) -> None:
     """The clip relative to the row's maximum over all parts: what lies further below gets -inf, in place."""
-    if rule.clip_row is not None:
+    if call.clip_row is not None:
         top = torch.cat([s.amax(-1, keepdim=True) for s in parts], -1).amax(-1, keepdim=True)
-        floor = top - per_head(rule.clip_row, heads, top)
+        floor = top - per_head(call.clip_row, heads, top)
         for s in parts:
             s.masked_fill_(s < floor, -torch.inf)
 
@@ -293,11 +258,6 @@ def quantize_value_blocks(v: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def per_head(x: Tensor, heads: Tensor, like: Tensor) -> Tensor:
     """`[H]` -> `[h, 1, 1]`."""
     return x.to(like)[heads][:, None, None]
-
-
-def finite(x: Tensor) -> Tensor:
-    """`x` with 0 for -inf, so that exp(-inf - x) is 0 in a row or block without visible keys."""
-    return x.masked_fill(x == -torch.inf, 0)
 
 
 def whole(keys: int, block: int) -> int:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from quantsink.kernels.attention import Route
 from quantsink.kernels.sink_attention import triton as kernels
-from quantsink.kernels.sink_attention.reference import Route, Rule
+from quantsink.kernels.sink_attention.call import Call
 
 BLOCK = 64
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -88,35 +89,25 @@ def padded(dim: int) -> int:
     return next(size for size in DIMS if dim <= size)
 
 
-def serves(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> bool:
+def serves(call: Call) -> bool:
     """Whether the kernels compute this call: scales of 64 keys, 16- and 32-bit types, head sizes 16, 32, ... 256."""
-    sizes = (query.shape[3], value.shape[3])
+    query, key, value = call.query, call.key, call.value
     return (
-        rule.weight_scale == "block"
-        and rule.block == BLOCK
+        call.weight_scale == "block"
+        and call.block == BLOCK
         and query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
-        and all(size % 16 == 0 and 0 < size <= DIMS[-1] for size in sizes)
+        and all(size % 16 == 0 and 0 < size <= DIMS[-1] for size in (query.shape[3], value.shape[3]))
         and all(0 < x.numel() < 2**31 * x.shape[0] for x in (query, key, value))
     )
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    routes: Tensor,
-    key_mean: Tensor,
-    sink_start: Tensor | None,
-    rule: Rule,
-) -> Tensor:
+def attention(call: Call) -> Tensor:
     """`reference`'s result from the kernels, for a call that `serves` accepts."""
-    split = any_split(routes)
-    call = _Call(query, key, value, mask, routes, key_mean, sink_start, rule)
-    queries, group = query.shape[2], query.shape[1] // key.shape[1]
-    decode = queries <= DECODE_QUERIES and call.query.stride(1) * group < 2**30
-    return call.decode(split) if decode else call.prefill(split)
+    split = any_split(call.routes)
+    operands = Operands(call)
+    decode = operands.queries <= DECODE_QUERIES and operands.query.stride(1) * operands.group < 2**30
+    return operands.decode(split) if decode else operands.prefill(split)
 
 
 _facts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -141,40 +132,30 @@ def any_split(routes: Tensor) -> bool:
     return split
 
 
-class _Call:
+class Operands:
     """One call's tensors as the kernels take them. For a missing one any of its type stands in and is never read."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        routes: Tensor,
-        key_mean: Tensor,
-        sink_start: Tensor | None,
-        rule: Rule,
-    ) -> None:
-        self.query, self.key, self.value = (_aligned(x) for x in (query, key, value))
-        self.rule = rule
-        self.routes = routes.to(torch.uint8).contiguous()
-        self.mean = key_mean.float().contiguous()
-        self.has_mask, self.has_start = int(mask is not None), int(sink_start is not None)
-        self.mask = self.routes[None, None, None] if mask is None else mask.view(torch.uint8)
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.query, self.key, self.value = (_aligned(x) for x in (call.query, call.key, call.value))
+        self.routes = call.routes.to(torch.uint8).contiguous()
+        self.mean = call.key_mean.float().contiguous()
+        self.has_mask, self.has_start = int(call.mask is not None), int(call.sink_start is not None)
+        self.mask = self.routes[None, None, None] if call.mask is None else call.mask.view(torch.uint8)
         if self.mask.stride(3) != 1:
             self.mask = self.mask.contiguous()
-        self.start = torch.empty(0, dtype=torch.int64, device=query.device) if sink_start is None else sink_start.long()
+        self.start = self.new(torch.int64, 0) if call.sink_start is None else call.sink_start.long()
         self.clip, self.absolute, self.aux = (
-            self.mean if x is None else x.float().contiguous() for x in (rule.clip_row, rule.clip_absolute, rule.s_aux)
+            self.mean if x is None else x.float().contiguous() for x in (call.clip_row, call.clip_absolute, call.s_aux)
         )
-        self.has_clip, self.has_absolute = int(rule.clip_row is not None), int(rule.clip_absolute is not None)
-        self.has_aux = int(rule.s_aux is not None)
-        self.batch, self.heads, self.queries, self.head_dim = query.shape
-        self.kv_heads, self.keys, self.value_dim = key.shape[1], key.shape[2], value.shape[3]
+        self.has_clip, self.has_absolute = int(call.clip_row is not None), int(call.clip_absolute is not None)
+        self.has_aux = int(call.s_aux is not None)
+        self.batch, self.heads, self.queries, self.head_dim = call.query.shape
+        self.kv_heads, self.keys, self.value_dim = call.key.shape[1], call.key.shape[2], call.value.shape[3]
         self.group = self.heads // self.kv_heads
         self.blocks = -(-self.keys // BLOCK)
         self.dim = max(self.head_dim, self.value_dim)
-        self.out = query.new_empty(self.batch, self.queries, self.heads, self.value_dim)
+        self.out = call.query.new_empty(self.batch, self.queries, self.heads, self.value_dim)
 
     def new(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -184,7 +165,7 @@ class _Call:
         b, g, n = self.batch, self.kv_heads, self.blocks
         if not split:
             return 0, self.mean.view(torch.int8), self.mean, self.mean.view(torch.int8), self.mean
-        edge = -(-min(self.rule.sink_size, self.keys) // BLOCK)
+        edge = -(-min(self.call.sink_size, self.keys) // BLOCK)
         codes = (
             self.new(torch.int8, b, g, n, BLOCK, self.head_dim),
             self.new(torch.float32, b, g, n, BLOCK),
@@ -196,7 +177,7 @@ class _Call:
             (n, g, b),
             *(self.key, self.value, seen, self.mean, self.routes, self.start, *codes),
             *(*_strides(self.key), *_strides(self.value), _strides(seen)[0]),
-            *(self.keys, self.head_dim, self.value_dim, self.group, edge, self.rule.sink_size),
+            *(self.keys, self.head_dim, self.value_dim, self.group, edge, self.call.sink_size),
             *(self.has_mask, self.has_start),
         )
         return edge, *codes
@@ -206,10 +187,10 @@ class _Call:
         return self.mask.any(2) if self.has_mask and self.queries > 1 else self.mask[:, :, 0]
 
     def prefill(self, split: bool) -> Tensor:
-        rule = self.rule
+        call = self.call
         seen = self.seen()
         edge, *codes = self.codes(seen, split)
-        limits = bool(self.has_clip or self.has_absolute or rule.softcap)
+        limits = bool(self.has_clip or self.has_absolute or call.softcap)
         config = choose("prefill", self.query.dtype, self.dim, limits)
         launch(
             config,
@@ -219,13 +200,13 @@ class _Call:
             *(*_strides(self.query), *_strides(self.key), *_strides(self.value)),
             *(_strides(self.mask)[0], self.mask.stride(2), _strides(seen)[0]),
             *(self.queries, self.keys, self.head_dim, self.value_dim, self.group, self.blocks, edge),
-            *(rule.sink_size, int(rule.causal), self.has_mask, self.has_start, self.has_clip, self.has_absolute),
-            *(self.has_aux, rule.scaling, rule.softcap),
+            *(call.sink_size, int(call.causal), self.has_mask, self.has_start, self.has_clip, self.has_absolute),
+            *(self.has_aux, call.scaling, call.softcap),
         )
         return self.out.transpose(1, 2)
 
     def decode(self, split: bool) -> Tensor:
-        rule, b, g, seen = self.rule, self.batch, self.kv_heads, self.seen()
+        call, b, g, seen = self.call, self.batch, self.kv_heads, self.seen()
         edge, *codes = self.codes(seen, split)
         tiles = -(-self.group * self.queries // DECODE_ROWS)
         rows = tiles * DECODE_ROWS
@@ -243,8 +224,8 @@ class _Call:
                 *(*_strides(self.query), *_strides(self.key), *_strides(self.value)),
                 *(_strides(self.mask)[0], self.mask.stride(2), _strides(seen)[0]),
                 *(self.queries, self.keys, self.head_dim, self.value_dim, self.group, self.blocks),
-                *(edge, each, rule.sink_size, int(rule.causal), self.has_mask, self.has_start),
-                *(self.has_clip, self.has_absolute, rule.scaling, rule.softcap),
+                *(edge, each, call.sink_size, int(call.causal), self.has_mask, self.has_start),
+                *(self.has_clip, self.has_absolute, call.scaling, call.softcap),
             )
         launch(
             choose("merge", self.query.dtype, self.dim),
