@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from quantsink.calibration.records import Domain, Head, KVHead, Settings, Statistics
+from quantsink.calibration.records import Facts, Head, KVHead, Statistics
 from quantsink.calibration.statistics import FAR_WINDOWS, merge
 from quantsink.calibration.stored import (
     FACTS,
@@ -26,7 +26,6 @@ from quantsink.files import disk_errors, write_bytes, write_json
 from quantsink.kernels import Route
 from quantsink.models.architecture import Architecture
 from quantsink.models.fingerprint import model_fingerprint
-from quantsink.models.head_layout import AttentionLayer
 from quantsink.plan import CachePlan
 from quantsink.recipe import KVCache
 
@@ -35,18 +34,9 @@ LEVELS = {"sink": 0.3, "strong": 0.8, "dormant": 0.98}
 
 
 @dataclass(frozen=True, eq=False)
-class Calibration:
+class Calibration(Facts):
     """Statistics of one model over one or several texts."""
 
-    model_type: str
-    model: str
-    fingerprint: tuple[str, str]
-    tokenizer_fingerprint: str
-    bos: int | None
-    """Token id that starts each window; None: the model has no BOS and the first token is the sink candidate."""
-    settings: Settings
-    layers: tuple[AttentionLayer, ...]
-    domains: tuple[Domain, ...]
     statistics: Mapping[str, Statistics]
 
     @property
@@ -183,19 +173,9 @@ class Calibration:
             CalibrationError: missing, unfinished or damaged; the message names the file and the field.
         """
         folder = Path(folder)
-        facts, statistics = read_calibration(folder)
-        calibration = cls(
-            facts.model_type,
-            facts.model,
-            facts.fingerprint,
-            facts.tokenizer_fingerprint,
-            facts.bos,
-            facts.settings,
-            facts.layers,
-            facts.domains,
-            statistics,
-        )
-        wrong = first_contradiction(facts.derived, calibration.facts())
+        facts, statistics, derived = read_calibration(folder)
+        calibration = cls(**vars(facts), statistics=statistics)
+        wrong = first_contradiction(derived, calibration.facts())
         if wrong:
             raise CalibrationError(f"{folder / FACTS}: {wrong} contradicts {TENSORS}; calibrate again")
         return calibration

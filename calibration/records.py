@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quantsink.calibration.statistics import Fields
+from quantsink.models.head_layout import AttentionLayer
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,21 @@ class Domain:
     removed_bos: int
     complete: bool
     fingerprint: str
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What a calibration is of."""
+
+    model_type: str
+    model: str
+    fingerprint: tuple[str, str]
+    tokenizer_fingerprint: str
+    bos: int | None
+    """Token id that starts each window; None: the model has no BOS and the first token is the sink candidate."""
+    settings: Settings
+    layers: tuple[AttentionLayer, ...]
+    domains: tuple[Domain, ...]
 
 
 @dataclass(frozen=True)

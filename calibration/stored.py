@@ -5,7 +5,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantsink import strict_json
-from quantsink.calibration.records import Domain, Settings, Statistics
+from quantsink.calibration.records import Domain, Facts, Settings, Statistics
 from quantsink.calibration.statistics import MAXIMA, SUMS, Fields, empty_experts, empty_heads, empty_linear
 from quantsink.errors import CalibrationError
 from quantsink.files import contents
@@ -38,30 +37,15 @@ _RELATIVE, _ABSOLUTE = 1e-6, 1e-7
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Facts:
-    """`calibration.json`, every value of its type. `derived` is as it was read, see `first_contradiction`."""
-
-    model_type: str
-    model: str
-    fingerprint: tuple[str, str]
-    tokenizer_fingerprint: str
-    bos: int | None
-    settings: Settings
-    domains: tuple[Domain, ...]
-    layers: tuple[AttentionLayer, ...]
-    derived: Mapping[str, Any]
-
-
-def read_calibration(folder: Path) -> tuple[Facts, dict[str, Statistics]]:
-    """The facts and, by domain, the statistics of a calibration folder.
+def read_calibration(folder: Path) -> tuple[Facts, dict[str, Statistics], dict[str, Any]]:
+    """The facts of a calibration folder, its statistics by domain, and the derived facts as they are stored.
 
     Raises:
         CalibrationError: missing, unfinished or damaged; the message names the file and the field.
     """
     if not (folder / FACTS).is_file():
         raise CalibrationError(f"{folder}: no {FACTS}; a finished `quantsink calibrate -o` folder has one")
-    facts = _read_facts(folder / FACTS)
+    facts, derived = _read_facts(folder / FACTS)
     try:
         tensors = load_file(folder / TENSORS)
     except Exception as error:  # safetensors and torch raise many types for damaged files
@@ -78,7 +62,7 @@ def read_calibration(folder: Path) -> tuple[Facts, dict[str, Statistics]]:
         raise CalibrationError(
             f"{folder / TENSORS}: {strict_json.named(surplus[0])} does not belong to {FACTS}; calibrate again"
         )
-    return facts, statistics
+    return facts, statistics, derived
 
 
 def tensors_by_name(statistics: Mapping[str, Statistics]) -> dict[str, torch.Tensor]:
@@ -128,7 +112,7 @@ def _difference(stored: Any, computed: Any, place: str) -> str | None:
     return next(filter(None, itertools.starmap(_difference, parts)), None)
 
 
-def _read_facts(path: Path) -> Facts:
+def _read_facts(path: Path) -> tuple[Facts, dict[str, Any]]:
     try:
         data = strict_json.parse(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -143,7 +127,7 @@ def _read_facts(path: Path) -> Facts:
         _check_facts(facts)
     except ValueError as error:
         raise CalibrationError(f"{path}: damaged: {error}; calibrate again") from None
-    return facts
+    return facts, {key: data[key] for key in DERIVED}
 
 
 def _typed_facts(data: dict[str, Any]) -> Facts:
@@ -161,9 +145,8 @@ def _typed_facts(data: dict[str, Any]) -> Facts:
         strict_json.value(str, fingerprint["tokenizer"], "fingerprint.tokenizer"),
         strict_json.value(int | None, data["bos"], "bos"),
         strict_json.build(Settings, data["settings"], "settings", complete=True),
-        _list_of(Domain, data["domains"], "domains"),
         _list_of(AttentionLayer, data["layers"], "layers"),
-        {key: data[key] for key in DERIVED},
+        _list_of(Domain, data["domains"], "domains"),
     )
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -25,6 +27,18 @@ import quantsink  # noqa: F401  (registers the format)
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("QUANTSINK_DATA", ROOT.parent / "shared" / "data"))
 
+TINY = {
+    "vocab_size": 258,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+"""Config fields of every tiny model."""
 THREADS = torch.get_num_threads()
 
 
@@ -83,25 +97,8 @@ def tiny_llama() -> Callable[..., Any]:
 
     def build(seed: int = 0, **changes: Any) -> Any:
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            **{
-                "vocab_size": 258,
-                "hidden_size": 48,
-                "intermediate_size": 96,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "max_position_embeddings": 512,
-                "initializer_range": 0.1,
-                "tie_word_embeddings": True,
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-                "pad_token_id": 1,
-                **changes,
-            }
-        )
-        return LlamaForCausalLM(config).eval()
+        fields = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "tie_word_embeddings": True}
+        return LlamaForCausalLM(LlamaConfig(**{**TINY, **fields, **changes})).eval()
 
     return build
 
@@ -112,25 +109,32 @@ def tiny_gemma() -> Callable[..., Any]:
 
     def build(seed: int = 0, **changes: Any) -> Any:
         torch.manual_seed(seed)
-        config = Gemma3TextConfig(
-            **{
-                "vocab_size": 258,
-                "hidden_size": 48,
-                "intermediate_size": 96,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 1,
-                "head_dim": 32,
-                "sliding_window": 32,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "initializer_range": 0.1,
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-                "pad_token_id": 1,
-                **changes,
-            }
-        )
-        return Gemma3ForCausalLM(config).eval()
+        fields = {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        }
+        return Gemma3ForCausalLM(Gemma3TextConfig(**{**TINY, **fields, **changes})).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma2() -> Callable[..., Any]:
+    """Builds a Gemma 2 with sliding attention and soft-capped logits."""
+
+    def build(seed: int = 0, **changes: Any) -> Any:
+        torch.manual_seed(seed)
+        fields = {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 32,
+            "attn_logit_softcapping": 5.0,
+            "initializer_range": 0.2,
+        }
+        return Gemma2ForCausalLM(Gemma2Config(**{**TINY, **fields, **changes})).eval()
 
     return build
 
