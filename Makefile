@@ -52,9 +52,10 @@ build/oldest/.installed: $(STAMP)
 	! build/oldest/bin/python -m pip check | grep '^transformers '
 	touch $@
 
-lint: $(STAMP) links ## ruff (rules and format) and the import layers
+lint: $(STAMP) links ## ruff (rules and format), the lengths of files, the import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/lengths.py
 	cd $(LINKS) && $(CURDIR)/$(BIN)/lint-imports --no-cache $(CURDIR)/pyproject.toml
 
 types: $(STAMP) links ## mypy over the mapped packages

@@ -273,14 +273,14 @@ def plant(model: Any, heads: Mapping[int, Sequence[int]], gain: float = 3.0) -> 
     embedding[:, AXES] = torch.tensor([0.0, 1.0])
     embedding[BOS, AXES] = torch.tensor([50.0, 0.0])
     for layer in range(model.config.num_hidden_layers):
-        where, chosen = layout(model, layer), heads.get(layer, ())
-        half = len(where.k_rows[0]) // 2
+        places, chosen = layout(model, layer), heads.get(layer, ())
+        half = len(places.k_rows[0]) // 2
         slowest = [half - 1, 2 * half - 1]
-        keys = {where.kv_head(head) for head in chosen}
-        q, k = model.get_submodule(where.q_module), model.get_submodule(where.k_module)
-        _read_axis(q, where.q_rows, slowest, chosen, TEXT_AXIS, gain)
-        _read_axis(k, where.k_rows, slowest, keys, SINK_AXIS, gain)
-        attention = model.get_submodule(where.q_module.rpartition(".")[0])
+        keys = {places.kv_head(head) for head in chosen}
+        q, k = model.get_submodule(places.q_module), model.get_submodule(places.k_module)
+        _read_axis(q, places.q_rows, slowest, chosen, TEXT_AXIS, gain)
+        _read_axis(k, places.k_rows, slowest, keys, SINK_AXIS, gain)
+        attention = model.get_submodule(places.q_module.rpartition(".")[0])
         for norm in ("q_norm", "k_norm"):
             if hasattr(attention, norm):
                 getattr(attention, norm).weight[slowest[0]] = unit + gain
@@ -295,23 +295,23 @@ def plant(model: Any, heads: Mapping[int, Sequence[int]], gain: float = 3.0) -> 
 def _clear_axes(model: Any, unit: float) -> None:
     """Nothing but a token's embedding writes to the axes; the last norm hides them from the logits."""
     for name, module in model.base_model.named_modules():
-        path, kind = set(name.split(".")), type(module).__name__
-        for own, parameter in module.named_parameters(recurse=False):
-            if kind.endswith("Norm") and parameter.numel() == model.config.hidden_size:
+        path, class_name = set(name.split(".")), type(module).__name__
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if class_name.endswith("Norm") and parameter.numel() == model.config.hidden_size:
                 inside = any(part.isdigit() for part in path)
-                parameter[AXES] = 0.0 if own == "bias" else unit if inside else unit - 1.0
+                parameter[AXES] = 0.0 if parameter_name == "bias" else unit if inside else unit - 1.0
             elif path & POSITIONS:
                 parameter[:, AXES] = 0
-            elif (path | {own}) & WRITERS:
-                last = "bias" in own or kind in ("Conv1D", "GptOssExperts")
-                (parameter if last else parameter.transpose(-1, -2))[..., AXES] = 0
+            elif (path | {parameter_name}) & WRITERS:
+                output_last = "bias" in parameter_name or class_name in ("Conv1D", "GptOssExperts")
+                (parameter if output_last else parameter.transpose(-1, -2))[..., AXES] = 0
 
 
 def _read_axis(module: Any, rows: Rows, slowest: list[int], chosen: Collection[int], axis: int, gain: float) -> None:
     """Only the chosen heads read the axes, and theirs alone, into one dimension in which no head has anything else."""
-    for head, own in enumerate(rows):
-        turned = [own[i] for i in slowest]
-        weight(module)[own, AXES] = 0
+    for head, head_rows in enumerate(rows):
+        turned = [head_rows[i] for i in slowest]
+        weight(module)[head_rows, AXES] = 0
         weight(module)[turned] = 0
         if module.bias is not None:
             module.bias[turned] = 0
