@@ -37,8 +37,8 @@ RECORDED = 512
 class SinkLayer(CacheLayerMixin):
     """The cache of one full-attention layer.
 
-    `keys` and `values` `[B, KVH, columns, D]` hold the newest tokens, of which the first `used` columns count; a row's
-    own are the last of them. `sinks` holds the sink tokens, `banks` the codes, `rows` the state of each row.
+    `keys` and `values` `[B, KVH, columns, D]` hold the newest tokens. The first `used` columns are in use, and of those
+    each row needs the last. `sinks` holds the sink tokens, `banks` the codes, `rows` the state of each row.
 
     Args:
         policy: what it keeps.
@@ -233,7 +233,7 @@ class SinkLayer(CacheLayerMixin):
         tail, most = max(self.newest(), default=0), self.policy.max_exact + 1
         if key is self.keys and tail == self.used and self.keys.shape[2] <= most:
             return
-        # What was grown for a pass goes back; what a row needs between passes stays.
+        # Columns that were added for a pass are released; those that rows need between passes stay.
         reserved = self.capacity(tail) if key is not self.keys else self.keys.shape[2]
         size = max(tail, min(reserved, most))
         if key is self.keys and self.keys.shape[2] == size:

@@ -8,7 +8,7 @@ from quantsink.kernels.coded_attention.codes import BLOCK
 class Row(NamedTuple):
     """One sequence in one layer. A row is never changed, only replaced, so copies of a beam may share it.
 
-    With padding on the left a row starts at its own first real token, so its blocks lie as they would if it were alone.
+    With padding on the left a row starts at its own first real token, so its blocks are those that it has alone.
     """
 
     start: int

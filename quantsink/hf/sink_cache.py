@@ -50,7 +50,7 @@ class SinkCache(Cache):
         self.plan = plan
         self.policies = policies(model, plan)
         modules = [model.get_submodule(policy.name) for policy in self.policies]
-        coded = [policy.index for policy in self.policies if policy.kind == "codes"]
+        coded = [index for index, policy in enumerate(self.policies) if policy.kind == "codes"]
         metrics = {index: metric_of(modules[index], self.policies[index], plan) for index in coded}
         if not coded:
             log.warning("SinkCache: every layer of this model has sliding attention; the cache holds no codes")

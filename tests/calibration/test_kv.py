@@ -1,4 +1,4 @@
-"""What a coded KV cache costs each KV head and how far heads look, against float64 recomputations row by row."""
+"""The error of each KV head held as codes, and weight far from the query, against float64 recomputations by row."""
 
 import functools
 import json
@@ -63,7 +63,7 @@ def brute(q, k, v, visible, rows, first, border, scaling, softcap, s_aux, weight
         return attend(q[head, row].double(), key, value, visible[row], scaling, softcap, aux)
 
     def blocks(position, start):
-        """Begins of the blocks that the cache of a query at `position` holds as codes."""
+        """First columns of the blocks that the cache of a query at `position` holds as codes."""
         return range(start, position + 1 - 64 - 63, 64)
 
     for row, position in enumerate(rows.tolist()):
@@ -78,10 +78,10 @@ def brute(q, k, v, visible, rows, first, border, scaling, softcap, s_aux, weight
                     key, value = k64[kv].clone(), v64[kv].clone()
                     for at in blocks(position, start):
                         here = slice(at, at + 64)
-                        found = decode(
+                        decoded = decode(
                             encode(k[kv, None, here], v[kv, None, here], bits), Record(bits, k.shape[2], v.shape[2])
                         )
-                        key[here], value[here] = found[0][0].double(), found[1][0].double()
+                        key[here], value[here] = decoded[0][0].double(), decoded[1][0].double()
                     changed = exact.clone()
                     for head in range(kv * group, (kv + 1) * group):
                         changed[head] = output(row, key, value, head)
@@ -127,23 +127,23 @@ def measured(q, k, v, gram, rows, first, border, end, scaling, softcap=None, s_a
     visible[:, :first] = False
     parts = code_window(k, v, (first, border), end)
     logits = functools.partial(_scores, scaling=scaling, softcap=softcap)
-    found = measure_kv(q[:, rows], k, v, visible, rows, parts, logits, gram, torch.ones(len(rows)), s_aux)
-    return visible, found
+    fields = measure_kv(q[:, rows], k, v, visible, rows, parts, logits, gram, torch.ones(len(rows)), s_aux)
+    return visible, fields
 
 
 def test_learned_sinks_and_a_first_token_that_is_not_the_first_column():
     q, k, v, weight, gram = random_layer()
     s_aux = torch.tensor([0.0, 2.0, -1.0, 4.0])
     rows = torch.arange(30, 300, 45)
-    visible, found = measured(q, k, v, gram, rows, 10, 12, 300, 0.4, 6.0, s_aux)
+    visible, fields = measured(q, k, v, gram, rows, 10, 12, 300, 0.4, 6.0, s_aux)
     count, _, errors = brute(q[:, rows], k, v, visible, rows, 10, 12, 0.4, 6.0, s_aux, weight)
-    assert found["kv_rows"].tolist() == [count, count]
+    assert fields["kv_rows"].tolist() == [count, count]
     assert count == 3
     for name in NAMES:
-        assert torch.allclose(found[name], errors[name], rtol=1e-3), name
+        assert torch.allclose(fields[name], errors[name], rtol=1e-3), name
 
 
-def test_the_first_block_grows_old_with_the_129th_token():
+def test_the_first_block_becomes_codes_with_the_129th_token():
     q, k, v, _, gram = random_layer()
     assert measured(q, k, v, gram, torch.tensor([128]), 0, 1, 300, 0.3)[1]["kv_rows"].tolist() == [1, 1]
     assert measured(q, k, v, gram, torch.tensor([127]), 0, 1, 300, 0.3)[1] == {}
@@ -152,15 +152,15 @@ def test_the_first_block_grows_old_with_the_129th_token():
     assert code_window(k[..., :8], v[..., :8], (0, 1), 300) == [], "no codes for this head size"
 
 
-def test_a_coded_sink_costs_where_its_key_is_an_outlier():
+def test_a_coded_sink_has_a_large_error_if_its_key_is_an_outlier():
     q, k, v, _, gram = random_layer()
     k[:, 0] *= 30
-    found = measured(q, k, v, gram, torch.arange(140, 300, 10), 0, 1, 300, 0.25)[1]
-    assert bool((found["kv_error_no_sink"][:, 1:] > 4 * found["kv_error"][:, 1:]).all())
+    fields = measured(q, k, v, gram, torch.arange(140, 300, 10), 0, 1, 300, 0.25)[1]
+    assert bool((fields["kv_error_no_sink"][:, 1:] > 4 * fields["kv_error"][:, 1:]).all())
 
 
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma"])
-def test_fewer_bits_cost_more(family, request):
+def test_fewer_bits_have_larger_errors(family, request):
     collector = collect(request.getfixturevalue(family)(), (ids(300),), query_rows=32)
     counted = [fields for fields in collector.heads.values() if fields["kv_rows"].any()]
     assert counted
@@ -196,11 +196,11 @@ def test_far_mass_counts_learned_sinks_in_the_denominator():
     torch.manual_seed(0)
     s, rows = torch.randn(3, 2, 200), torch.tensor([150, 199])
     visible, s_aux = torch.arange(200) <= rows[:, None], torch.tensor([0.0, 3.0, 6.0])
-    found = measure_rows(s, visible, rows, (0, 1), s_aux)
+    fields = measure_rows(s, visible, rows, (0, 1), s_aux)
     p = (s.double() - torch.where(visible, 0, torch.inf)).exp()
     p = p / (p.sum(-1, keepdim=True) + s_aux.double().exp()[:, None, None])
     expected = p[:, 0, 1 : 150 - 64 + 1].sum(-1) + p[:, 1, 1 : 199 - 64 + 1].sum(-1)
-    assert torch.allclose(found["far_mass"][:, 0], expected, rtol=1e-5)
+    assert torch.allclose(fields["far_mass"][:, 0], expected, rtol=1e-5)
 
 
 def test_two_measurements_merge_by_addition(tiny_llama):
@@ -230,7 +230,7 @@ def test_a_padded_batch_is_the_sum_of_its_rows(family, request):
     for name, fields in apart.heads.items():
         for field in ("kv_rows", "kv_energy", "far_mass", "far_rows"):
             assert torch.allclose(together.heads[name][field], fields[field], atol=1e-4, rtol=1e-4), (name, field)
-        # Keys turn with their position, and so does what codes make of them.
+        # Keys are rotated by their position, so their codes differ.
         assert torch.allclose(together.heads[name]["kv_error"], fields["kv_error"], rtol=0.5), name
 
 
@@ -241,15 +241,15 @@ def text(renderable):
     return capture.get()
 
 
-def test_kv_heads_of_a_calibration(tiny_llama, tokenizer, tmp_path):
+def test_a_calibration_lists_its_kv_heads(tiny_llama, tokenizer, tmp_path):
     options = {"seq_len": 320, "max_tokens": 1280, "error_windows": 1}
     calibration = calibrate(tiny_llama(), tokenizer, ["builtin:prose", "builtin:code"], **options)
     calibration.save(tmp_path)
-    found = Calibration.load(tmp_path).kv_heads()
-    assert found == calibration.kv_heads()
-    assert [(h.layer, h.kv_head) for h in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    kv_heads = Calibration.load(tmp_path).kv_heads()
+    assert kv_heads == calibration.kv_heads()
+    assert [(h.layer, h.kv_head) for h in kv_heads] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     total = calibration.total.heads["model.layers.1.self_attn"]
-    last = found[-1]
+    last = kv_heads[-1]
     assert last.error == pytest.approx((total["kv_error"][1] / total["kv_energy"][1]).sqrt().tolist())
     assert last.error_no_sink == pytest.approx((total["kv_error_no_sink"][1] / total["kv_energy"][1]).sqrt().tolist())
     assert last.far[64] == pytest.approx(float((total["far_mass"] / total["far_rows"])[2:, 0].max()))
@@ -262,8 +262,8 @@ def test_kv_heads_of_a_calibration(tiny_llama, tokenizer, tmp_path):
         "layer": 1, "kv_head": 1, "sink": last.sink, "error": list(last.error),
         "error_no_sink": list(last.error_no_sink), "far": {str(window): mass for window, mass in last.far.items()},
     }  # fmt: skip
-    local = sum(h.far[256] <= 0.02 for h in found)
-    assert as_dict(calibration, "x")["kv_heads"] == {"all": 4, "sink": sum(h.sink for h in found), "local": local}
+    local = sum(h.far[256] <= 0.02 for h in kv_heads)
+    assert as_dict(calibration, "x")["kv_heads"] == {"all": 4, "sink": sum(h.sink for h in kv_heads), "local": local}
     assert f"beyond 256 tokens: {local}" in text(render(calibration))
 
 

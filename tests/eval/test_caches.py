@@ -1,4 +1,4 @@
-"""Rows measured through a KV cache: what is fed and scored, what a cache weighs, and what the report says of it."""
+"""Rows measured through a KV cache: what is fed and scored, the size of a cache, and the report."""
 
 import importlib.util
 import math
@@ -46,7 +46,7 @@ def run(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, cache_text:
     return call
 
 
-def test_reading_part_by_part_through_an_exact_cache_changes_nothing(
+def test_scoring_in_chunks_through_an_exact_cache_changes_nothing(
     model: LlamaForCausalLM, cache_text: EvalText
 ) -> None:
     with divergence.log_probs() as store:
@@ -59,10 +59,10 @@ def test_reading_part_by_part_through_an_exact_cache_changes_nothing(
     assert [w.count for w in again] == [3 * CHUNK + 5] * 2
 
 
-def test_each_window_fills_a_fresh_cache_by_its_prefill_and_then_in_chunks(
+def test_each_window_fills_a_fresh_cache_with_a_prefill_and_chunks(
     model: LlamaForCausalLM, cache_text: EvalText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fed, made, seen = [], [], []
+    fed, caches, seen = [], [], []
 
     class Watched(DynamicCache):
         def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any) -> Any:
@@ -71,19 +71,19 @@ def test_each_window_fills_a_fresh_cache_by_its_prefill_and_then_in_chunks(
             return super().update(keys, values, layer, *rest, **named)
 
     def make() -> Any:
-        made.append(Watched(config=model.config))
-        return made[-1]
+        caches.append(Watched(config=model.config))
+        return caches[-1]
 
     with divergence.log_probs() as store:
         divergence.score_reference(model, cache_text.windows, store)
         divergence.score(model, cache_text.windows, store, name="x", cache=make, see=lambda *at: seen.append(at))
     assert fed == [128, 32, 32, 32, 5] * 2
-    assert [cache for _, cache in seen] == made
-    assert [len(window.ids) for window, _ in seen] == [cache.get_seq_length() for cache in made]
+    assert [cache for _, cache in seen] == caches
+    assert [len(window.ids) for window, _ in seen] == [cache.get_seq_length() for cache in caches]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_exact_cache_weighs_its_numbers(dtype: torch.dtype, model: LlamaForCausalLM) -> None:
+def test_the_size_of_an_exact_cache_is_that_of_its_numbers(dtype: torch.dtype, model: LlamaForCausalLM) -> None:
     cache = DynamicCache(config=model.config)
     states = torch.ones(1, 2, 10, 16, dtype=dtype)
     for layer in range(2):
@@ -92,12 +92,12 @@ def test_an_exact_cache_weighs_its_numbers(dtype: torch.dtype, model: LlamaForCa
     assert cache_bits(cache) == 8 * dtype.itemsize
 
 
-def test_a_cache_that_knows_its_weight_is_asked() -> None:
+def test_a_cache_with_nbytes_is_asked_for_its_size() -> None:
     assert cache_bytes(SimpleNamespace(nbytes=lambda: 7)) == 7
     assert cache_bits(SimpleNamespace(bits_per_number=4.5)) == 4.5
 
 
-def test_a_cache_is_a_row_with_its_bits_and_bytes(run: Callable[..., Report], tmp_path: Path) -> None:
+def test_a_cache_gets_a_row_with_its_bits_and_bytes(run: Callable[..., Report], tmp_path: Path) -> None:
     report = run([plain()])
     first, row = report.rows
     assert row.kl == pytest.approx(0, abs=1e-6)
@@ -123,7 +123,7 @@ def test_a_cache_is_a_row_with_its_bits_and_bytes(run: Callable[..., Report], tm
     assert [column.header for column in report.table().columns][:3] == ["method", "KV bits", "KL"]
 
 
-def test_both_pictures_where_both_kinds_of_rows_are(run: Callable[..., Report], calibration: Calibration) -> None:
+def test_weights_and_caches_each_have_a_picture(run: Callable[..., Report], calibration: Calibration) -> None:
     from quantsink.eval import METHODS
 
     report = run([METHODS["w8a16"], plain()], calibration=calibration)
@@ -132,7 +132,7 @@ def test_both_pictures_where_both_kinds_of_rows_are(run: Callable[..., Report], 
     assert report.html(pictures).count("data:image/png;base64,") == 2
 
 
-def test_a_cache_is_not_measured_on_its_prefill(run: Callable[..., Report], text: EvalText) -> None:
+def test_a_cache_without_context_is_refused(run: Callable[..., Report], text: EvalText) -> None:
     with pytest.raises(UsageError, match="plain: its error shows only after the prefill"):
         run([plain()], text=text)
 
@@ -145,23 +145,20 @@ def test_reports_with_and_without_context_do_not_merge(
         run([plain()]).merge(run([], text=other))
 
 
-# Methods
-
-
-def test_widths_are_read_in_their_order() -> None:
+def test_widths_keep_their_order() -> None:
     assert parse_widths("4, 2,4") == (4, 2)
     for wrong in ("5", "", "4,", "4;2", "four", "4.0"):
         with pytest.raises(UsageError, match=r"--kv-bits .*8, 4, 3, 2"):
             parse_widths(wrong)
 
 
-def test_each_width_has_its_controls_and_its_peer(
+def test_each_width_has_its_controls_and_hqq(
     model: LlamaForCausalLM, calibration: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    calls = []
 
     def plan(_: Calibration, *args: Any, **options: Any) -> str:
-        asked.append((*args, options))
+        calls.append((*args, options))
         return "a plan"
 
     monkeypatch.setattr(Calibration, "cache_plan", plan)
@@ -178,16 +175,16 @@ def test_each_width_has_its_controls_and_its_peer(
         assert method.cache(model, calibration)() == (model, "a plan")
         with pytest.raises(UsageError, match="needs a calibration"):
             method.cache(model, None)
-    assert asked == [
+    assert calls == [
         (model, {"bits": 4, **more})
         for more in ({}, {"sink_size": 0}, {"rounding": "nearest"}, {"widths": "uniform"}, {"widths": "random"})
     ]
 
 
-def test_questions_are_asked_at_the_widths_that_were_measured(run: Callable[..., Report]) -> None:
+def test_findings_compare_the_widths_that_were_measured(run: Callable[..., Report]) -> None:
     names = ["kv4", "kv4-no-sinks", "kv4-nearest", "kv4-uniform", "kv4-random", "hqq-kv4", "kv2", "hqq-kv2", "kv3"]
-    found = findings(run([plain(name) for name in names]).rows)
-    assert [(item.tried, item.against) for item in found] == [
+    comparisons = findings(run([plain(name) for name in names]).rows)
+    assert [(item.tried, item.against) for item in comparisons] == [
         ("kv4", "hqq-kv4"),
         ("kv4", "kv4-no-sinks"),
         ("kv4", "kv4-nearest"),
@@ -195,10 +192,7 @@ def test_questions_are_asked_at_the_widths_that_were_measured(run: Callable[...,
         ("kv4", "kv4-random"),
         ("kv2", "hqq-kv2"),
     ]
-    assert "(kv4, 32.00 bits)" in found[0].evidence
-
-
-# HQQ
+    assert "(kv4, 32.00 bits)" in comparisons[0].evidence
 
 
 def hqq(bits: int) -> Method:
@@ -206,7 +200,7 @@ def hqq(bits: int) -> Method:
 
 
 @needs_hqq
-def test_hqqs_bits_are_those_of_its_tensors(run: Callable[..., Report]) -> None:
+def test_the_bits_of_hqq_are_those_of_its_tensors(run: Callable[..., Report]) -> None:
     report = run([hqq(4), hqq(2)])
     four, two = report.rows[1:]
     # Groups of 64 with a scale and a zero point in the model's own float32; 128 of 229 tokens are coded, the rest not.
@@ -220,7 +214,7 @@ def test_hqqs_bits_are_those_of_its_tensors(run: Callable[..., Report]) -> None:
 
 
 @needs_hqq
-def test_hqq_at_3_bits_states_why_it_does_not_run(run: Callable[..., Report]) -> None:
+def test_hqq_at_3_bits_gives_the_reason_why_it_does_not_run(run: Callable[..., Report]) -> None:
     row = run([hqq(3)]).rows[1]
     assert row.status.startswith("not run: HQQ's 3-bit cache does not run on this model: ")
     assert row.kv_bytes is None
@@ -234,15 +228,19 @@ def test_hqq_refuses_sliding_layers(tiny_gemma: Callable[..., Any]) -> None:
         hqq(4).cache(tiny_gemma(), None)
 
 
-def test_without_hqq_its_row_says_how_to_get_it(run: Callable[..., Report], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hqq_its_row_says_how_to_install_it(
+    run: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "hqq" else find(name, *rest))
     row = run([hqq(4)]).rows[1]
     assert row.status == "not run: hqq is not installed; pip install 'quantsink[peers]'"
 
 
-def test_streaming_rows_and_their_control(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The control lets as many heads forget; a calibration whose windows are too short gives a reason, not a row."""
+def test_streaming_rows_give_a_reason_where_windows_were_too_short(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Streaming needs the weight beyond 256 tokens, which windows of 64 do not show."""
     from quantsink.calibration import calibrate
     from quantsink.eval.methods import NotRunError
 

@@ -27,7 +27,7 @@ TOKENS, HELD = 8192, 512
 @pytest.fixture(scope="module")
 def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("long") / "long.txt"
-    path.write_text("".join(f"line {number} of many, none like another.\n" for number in range(300)))
+    path.write_text("".join(f"line {number} of many, each different.\n" for number in range(300)))
     return path
 
 
@@ -59,10 +59,7 @@ def report(run: Measure) -> Report:
     return run()
 
 
-# The stream
-
-
-def test_a_stream_is_one_bos_and_the_texts_beginning(
+def test_a_stream_is_one_bos_and_the_beginning_of_the_text(
     stream: Stream, tokenizer: PreTrainedTokenizerFast, long_text: Path
 ) -> None:
     assert stream.tokens == TOKENS
@@ -77,13 +74,11 @@ def test_a_stream_is_one_bos_and_the_texts_beginning(
 def test_documents_follow_each_other(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     parts = [letter * 3000 for letter in "abc"]
     (tmp_path / "three.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
-    found = read_stream(tokenizer, str(tmp_path / "three.jsonl"), tokens=TOKENS)
-    assert found.ids[1:].tolist() == tokenizer("".join(parts)[:TOKENS])["input_ids"]
+    documents = read_stream(tokenizer, str(tmp_path / "three.jsonl"), tokens=TOKENS)
+    assert documents.ids[1:].tolist() == tokenizer("".join(parts)[:TOKENS])["input_ids"]
 
 
-def test_a_text_of_just_enough_tokens_is_enough_and_one_less_is_said(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_text_with_one_token_too_few_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "enough.txt").write_text("x" * TOKENS)
     assert read_stream(tokenizer, str(tmp_path / "enough.txt"), tokens=TOKENS).tokens == TOKENS
     (tmp_path / "short.txt").write_text("x" * (TOKENS - 1))
@@ -92,17 +87,14 @@ def test_a_text_of_just_enough_tokens_is_enough_and_one_less_is_said(
 
 
 @pytest.mark.parametrize("tokens", [0, -8192, 4096, 10000])
-def test_points_end_with_a_chunk_and_the_first_scores_something(
+def test_lengths_that_are_no_multiple_of_the_points_are_refused(
     tokens: int, tokenizer: PreTrainedTokenizerFast, long_text: Path
 ) -> None:
     with pytest.raises(UsageError, match=rf"--rolling {tokens}: a multiple of 4096, 8192 or more"):
         read_stream(tokenizer, str(long_text), tokens=tokens)
 
 
-# The curves
-
-
-def test_curves_have_their_tokens(report: Report, model: LlamaForCausalLM) -> None:
+def test_each_curve_has_points_at_equal_steps(report: Report, model: LlamaForCausalLM) -> None:
     assert [curve.method for curve in report.rolling] == [KEPT, DROPPED]
     kept, dropped = report.rolling
     assert (kept.sinks, dropped.sinks) == (4, 0)
@@ -117,18 +109,18 @@ def test_curves_have_their_tokens(report: Report, model: LlamaForCausalLM) -> No
             assert point.ppl == pytest.approx(math.exp(point.nll / point.scored))
 
 
-def test_before_anything_is_dropped_it_is_the_models_own_perplexity(
+def test_before_anything_is_dropped_the_perplexity_is_the_models(
     report: Report, model: LlamaForCausalLM, stream: Stream
 ) -> None:
     with torch.no_grad():
         rows = model(input_ids=stream.ids[None, : TOKENS // POINTS]).logits[0].log_softmax(-1)
-    wanted = stream.ids[1 : TOKENS // POINTS + 1]
-    exact = math.exp(-rows.gather(1, wanted[:, None])[CHUNK:].double().mean().item())
+    targets = stream.ids[1 : TOKENS // POINTS + 1]
+    exact = math.exp(-rows.gather(1, targets[:, None])[CHUNK:].double().mean().item())
     for curve in report.rolling:
         assert curve.points[0].ppl == pytest.approx(exact, rel=0.02)
 
 
-def test_a_full_cache_keeps_its_bytes(report: Report) -> None:
+def test_a_full_cache_has_constant_size(report: Report) -> None:
     for curve in report.rolling:
         full = {point.cache_bytes for point in curve.points if point.tokens >= 2 * HELD}
         assert len(full) == 1
@@ -136,38 +128,36 @@ def test_a_full_cache_keeps_its_bytes(report: Report) -> None:
         assert 0 < full.pop() < exact
 
 
-def test_peak_memory_is_what_linux_says_or_nothing(
+def test_peak_memory_is_read_from_linux_or_left_out(
     report: Report, run: Measure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if Path("/proc/self/status").is_file():
         for curve in report.rolling:
             peaks = [point.peak_bytes for point in curve.points]
             assert all(peak is not None and peak > 50e6 for peak in peaks)
-            # Linux sums these up from counters that it does not keep exact.
+            # Linux adds these up from counters that are not exact.
             assert all(later > earlier - 2**20 for earlier, later in itertools.pairwise(peaks))
     monkeypatch.setattr(rolling, "_PROC", tmp_path / "none")
-    found = run()
-    assert {point.peak_bytes for curve in found.rolling for point in curve.points} == {None}
-    assert Report.from_dict(found.to_dict()) == found
-    assert found.rolling_columns == ["tokens", "perplexity, sinks kept", "perplexity, sinks dropped", "cache MB"]
-    assert "resident" not in found.findings[-1].evidence
+    unknown = run()
+    assert {point.peak_bytes for curve in unknown.rolling for point in curve.points} == {None}
+    assert Report.from_dict(unknown.to_dict()) == unknown
+    assert unknown.rolling_columns == ["tokens", "perplexity, sinks kept", "perplexity, sinks dropped", "cache MB"]
+    assert "resident" not in unknown.findings[-1].evidence
 
 
-def test_chunks_go_through_the_cache_in_turn(
+def test_progress_counts_the_chunks_of_each_curve(
     run: Measure, monkeypatch: pytest.MonkeyPatch, stream: Stream, model: LlamaForCausalLM
 ) -> None:
-    told = []
-    run(progress=lambda *at: told.append(at))
+    calls = []
+    run(progress=lambda *at: calls.append(at))
     chunks = TOKENS // CHUNK
-    assert told[-1] == ("rolling, sinks dropped", chunks, chunks)
-    assert [at[1] for at in told if at[0] == "rolling, sinks kept"] == list(range(1, chunks + 1))
+    assert calls[-1] == ("rolling, sinks dropped", chunks, chunks)
+    assert [at[1] for at in calls if at[0] == "rolling, sinks kept"] == list(range(1, chunks + 1))
     assert model.config._attn_implementation == "sdpa"
     assert not model.training
 
 
-def test_nan_ends_the_report_and_names_the_place(
-    model: LlamaForCausalLM, calibration: Calibration, stream: Stream
-) -> None:
+def test_nan_is_refused_and_its_place_named(model: LlamaForCausalLM, calibration: Calibration, stream: Stream) -> None:
     broken = copy.deepcopy(model)
     plans = rolling.plan_rolling(broken, calibration, stream)
     broken.model.norm.weight.data[0] = math.nan
@@ -176,17 +166,14 @@ def test_nan_ends_the_report_and_names_the_place(
     assert broken.config._attn_implementation == "sdpa"
 
 
-# Refusals, before any work
-
-
 def refused(run: Measure, error: type[Exception], match: str, **options: Any) -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
     with pytest.raises(error, match=match):
-        run(progress=lambda *at: told.append(at), **options)
-    assert not told
+        run(progress=lambda *at: calls.append(at), **options)
+    assert not calls
 
 
-def test_lengths_that_cannot_be_meant(run: Measure, stream: Stream) -> None:
+def test_invalid_lengths_are_refused(run: Measure, stream: Stream) -> None:
     refused(
         run,
         UsageError,
@@ -196,42 +183,37 @@ def test_lengths_that_cannot_be_meant(run: Measure, stream: Stream) -> None:
     refused(run, UsageError, "--rolling-length 300: at least 387", rolling=dataclasses.replace(stream, max_length=300))
 
 
-def test_the_least_length_holds_a_chunk(run: Measure, stream: Stream) -> None:
-    found = run(rolling=dataclasses.replace(stream, max_length=387))
-    assert {curve.max_length for curve in found.rolling} == {387}
+def test_the_smallest_length_holds_a_chunk(run: Measure, stream: Stream) -> None:
+    smallest = run(rolling=dataclasses.replace(stream, max_length=387))
+    assert {curve.max_length for curve in smallest.rolling} == {387}
 
 
 def test_a_calibration_is_needed(run: Measure) -> None:
     refused(run, UsageError, "--rolling: needs a calibration of tiny", calibration=None)
 
 
-def test_models_without_rotary_positions_that_add_up_are_refused(
-    tiny: Callable[..., LlamaForCausalLM], stream: Stream
-) -> None:
+def test_dynamic_rotary_positions_are_refused(tiny: Callable[..., LlamaForCausalLM], stream: Stream) -> None:
     model = tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(ArchitectureError, match="needs fixed rotary positions, the model has dynamic"):
         rolling.check_rolling(model, stream)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_model_with_sliding_layers_is_taken(tiny_gemma: Callable[..., Any], stream: Stream) -> None:
+def test_a_model_with_sliding_layers_is_accepted(tiny_gemma: Callable[..., Any], stream: Stream) -> None:
     rolling.check_rolling(tiny_gemma(), dataclasses.replace(stream, max_length=387))
 
 
-# The report
-
-
-def test_json_round_trip_is_exact_and_strict(report: Report, tmp_path: Path) -> None:
+def test_a_report_survives_json_and_damaged_json_is_refused(report: Report, tmp_path: Path) -> None:
     report.save(tmp_path / "report")
     assert Report.load(tmp_path / "report") == report
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.html", "rolling.png"}
     data = json.loads((tmp_path / "report" / "report.json").read_text())
     assert (data["schema"], len(data["rolling"])) == (2, 2)
 
-    def wrong(change: Callable[[dict[str, Any]], Any], says: str) -> None:
+    def wrong(change: Callable[[dict[str, Any]], Any], message: str) -> None:
         changed = json.loads(json.dumps(data))
         change(changed)
-        with pytest.raises(UsageError, match=says):
+        with pytest.raises(UsageError, match=message):
             Report.from_dict(changed)
 
     wrong(lambda d: d.pop("rolling"), "not a quantsink report")
@@ -248,13 +230,13 @@ def test_html_and_terminal_show_the_curves(report: Report) -> None:
     assert html.count("data:image/png;base64,") == 1
     console = Console(width=200, file=io.StringIO())
     console.print(report.rolling_table(), *report.lines(), sep="\n")
-    shown = console.file.getvalue()
+    printed = console.file.getvalue()
     for point, other in zip(*(curve.points for curve in report.rolling), strict=True):
-        line = next(line.split() for line in shown.splitlines() if line.split()[:1] == [f"{point.tokens:,}"])
+        line = next(line.split() for line in printed.splitlines() if line.split()[:1] == [f"{point.tokens:,}"])
         assert line[1:4] == [f"{point.ppl:,.2f}", f"{other.ppl:,.2f}", f"{point.cache_bytes / 1e6:.2f}"]
         assert f">{point.ppl:,.2f}<" in html
     for fact in ("A rolling cache over 8,192 tokens: sinks kept, not dropped", "largest over smallest"):
-        assert fact in shown
+        assert fact in printed
         assert fact in html
     assert "at most 512 tokens held" in dict(report.facts())["rolling cache"]
 
@@ -287,20 +269,20 @@ def test_verdict_follows_the_perplexities(kept: float, verdict: str, report: Rep
         return 1000
 
     curves = [changed(report.rolling[0], kept, flat, flat), changed(report.rolling[1], 2.0, flat, flat)]
-    found, memory = rolling_findings(curves)
-    assert (found.verdict, memory.verdict) == (verdict, "flat")
-    assert f"ratio over all {math.exp(kept - 2):.3g}" in found.evidence
+    perplexities, memory = rolling_findings(curves)
+    assert (perplexities.verdict, memory.verdict) == (verdict, "flat")
+    assert f"ratio over all {math.exp(kept - 2):.3g}" in perplexities.evidence
 
 
 @pytest.mark.parametrize(
     ("sizes", "verdict"),
     [
-        (lambda i: 1000 * min(i + 1, 4), "flat"),  # fills in the first quarter
+        (lambda i: 1000 * min(i + 1, 4), "flat"),  # grows in the first quarter only
         (lambda i: 4000 + 10 * i, "grew"),
         (lambda i: 5000 - 40 * i, "grew"),
     ],
 )
-def test_memory_is_flat_where_it_stands_still_after_the_first_quarter(
+def test_memory_is_flat_if_it_does_not_change_after_the_first_quarter(
     sizes: Callable[[int], int], verdict: str, report: Report
 ) -> None:
     def flat(_: int) -> int:
@@ -311,16 +293,16 @@ def test_memory_is_flat_where_it_stands_still_after_the_first_quarter(
         assert rolling_findings(curves)[1].verdict == verdict
 
 
-def test_no_curves_no_finding() -> None:
+def test_without_curves_there_is_no_finding() -> None:
     assert rolling_findings([]) == []
 
 
 def test_an_infinite_perplexity_is_drawn_and_written(report: Report) -> None:
     kept, dropped = report.rolling
     worst = dataclasses.replace(dropped.points[-1], ppl=math.inf, nll=1e6)
-    found = dataclasses.replace(
+    infinite = dataclasses.replace(
         report, rolling=(kept, dataclasses.replace(dropped, points=(*dropped.points[:-1], worst)))
     )
-    assert Report.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
-    assert found.pictures()["rolling.png"][:8] == b"\x89PNG\r\n\x1a\n"
-    assert "inf" in found.html({})
+    assert Report.from_dict(json.loads(json.dumps(infinite.to_dict(), allow_nan=False))) == infinite
+    assert infinite.pictures()["rolling.png"][:8] == b"\x89PNG\r\n\x1a\n"
+    assert "inf" in infinite.html({})
