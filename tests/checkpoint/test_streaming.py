@@ -2,15 +2,15 @@
 
 import dataclasses
 import filecmp
-import importlib.util
 import json
 import os
 import shutil
 import sys
-from pathlib import Path
 
+import big_checkpoint
 import pytest
 import torch
+from families import FAMILIES
 from safetensors.torch import load_file, save_file
 
 import quantsink
@@ -22,18 +22,6 @@ from quantsink.export.export import available_memory, export
 from quantsink.models.fingerprint import model_fingerprint
 from quantsink.models.source import Source, find
 from quantsink.recipe import Activations, Attention, Clip, Recipe
-
-
-def neighbour(path):
-    """Under `--import-mode=importlib` tests cannot import their neighbours by name."""
-    spec = importlib.util.spec_from_file_location(f"quantsink_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAMILIES = neighbour(Path(__file__).parents[1] / "families.py").FAMILIES
-big_checkpoint = neighbour(Path(__file__).parent / "big_checkpoint.py")
 
 NATIVE_PARTS = Recipe(
     activations=Activations(native_columns=0.1), attention=Attention(native_heads=3, clip=Clip("row", 8.0))

@@ -1,13 +1,11 @@
 """Faults that other toolkits commit in silence, each with its right value; the rest of the list stands where it belongs
 (docs/reliability.md names each fault's test)."""
 
-import importlib.util
 import json
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,11 +15,6 @@ from quantsink.calibration import plan
 from quantsink.calibration.collect import Collector, collecting
 from quantsink.kernels import Route
 from quantsink.models.architecture import Architecture
-
-# Under `--import-mode=importlib` tests cannot import their neighbours by name; parameters are needed before fixtures.
-_spec = importlib.util.spec_from_file_location("quantsink_families", Path(__file__).parents[1] / "families.py")
-families = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(families)
 
 FAMILIES, CAUSAL = families.FAMILIES, families.CAUSAL
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from tiny import logits, quantized
 from torch import nn
 
@@ -18,18 +19,6 @@ IDS = torch.arange(2, 40)[None]
 RECIPE = Recipe(output_head="int8", kv_cache=KVCache(bits=4))
 
 
-def families() -> Any:
-    import importlib.util
-    import sys
-    from pathlib import Path
-
-    spec = importlib.util.spec_from_file_location("quantsink_families", Path(__file__).parents[1] / "families.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAMILIES = families().FAMILIES
 SEEN = ("falcon", "gpt_oss", "mixtral", "bert", "gpt2", "gemma3")
 
 

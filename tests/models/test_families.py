@@ -1,10 +1,8 @@
 """Every family whole: heads found where they are, sinks where they were planted, exported, reloaded, generated."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,11 +14,6 @@ from quantsink.hf.attention import NAME
 from quantsink.kernels import Route
 from quantsink.models.architecture import Architecture
 from quantsink.models.inputs import example
-
-# Under `--import-mode=importlib` tests cannot import their neighbours by name; parameters are needed before fixtures.
-_spec = importlib.util.spec_from_file_location("quantsink_families", Path(__file__).parents[1] / "families.py")
-families = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(families)
 
 FAMILIES, CAUSAL = families.FAMILIES, families.CAUSAL
 TEXT = [name for name in FAMILIES if name != "vit"]

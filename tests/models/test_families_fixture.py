@@ -1,21 +1,14 @@
-"""`tests/families.py` is what it says: models run, sinks sit where they are planted, rows are their heads' own."""
+"""The tiny families are what they say: they run, sinks sit where they are planted, rows belong to their heads."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-# Under `--import-mode=importlib` tests cannot import their neighbours by name; parameters are needed before fixtures.
-_spec = importlib.util.spec_from_file_location("quantsink_families", Path(__file__).parents[1] / "families.py")
-families = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(families)
 
 FAMILIES, CAUSAL = families.FAMILIES, families.CAUSAL
 INTERFACE = [name for name in FAMILIES if not name.startswith("falcon")]

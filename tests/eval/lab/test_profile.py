@@ -2,14 +2,13 @@
 
 import copy
 import dataclasses
-import importlib.util
 import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from rich.console import Console
@@ -51,13 +50,6 @@ from quantsink.eval.lab.profile_tables import profile_tables
 from quantsink.eval.lab.profile_weights import Text, observe, read_decoder, read_text, spread_rows
 from quantsink.eval.lab.tables import Table, markdown
 from quantsink.models.architecture import Architecture
-
-_spec = importlib.util.spec_from_file_location("quantsink_families", Path(__file__).parents[2] / "families.py")
-assert _spec is not None
-assert _spec.loader is not None
-families: Any = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = families
-_spec.loader.exec_module(families)
 
 Build = Callable[..., Any]
 SENTENCE = "The brown fox number %d jumps over. "

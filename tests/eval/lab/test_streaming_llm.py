@@ -1,14 +1,13 @@
 """Streaming masks against a forward pass with a dense mask in float64, budgets, buckets, and what is refused."""
 
 import copy
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from torch import Tensor
@@ -30,13 +29,6 @@ from quantsink.eval.lab.streaming import (
     variants,
 )
 from quantsink.eval.lab.tables import markdown
-
-_spec = importlib.util.spec_from_file_location("quantsink_families", Path(__file__).parents[2] / "families.py")
-assert _spec is not None
-assert _spec.loader is not None
-families: Any = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = families
-_spec.loader.exec_module(families)
 
 Build = Callable[..., Any]
 VARIANTS = (

@@ -1,6 +1,6 @@
 """A synthetic model of any size and its calibration, made in little memory, and an export of it under a memory limit.
 
-`python tests/checkpoint/big_checkpoint.py FOLDER` makes 8 GB of bfloat16 in 1 GB shards, exports them in a process that
+`python tests/shared/big_checkpoint.py FOLDER` makes 8 GB of bfloat16 in 1 GB shards, exports them in a process that
 may hold 3 GB, prints what that took as JSON and removes everything. `--limit 0` limits nothing. Needs 13 GB of disk.
 """
 
