@@ -140,10 +140,6 @@ class Group(Generic[Run]):
             return self.name
         return Figures(self.runs) if name == "row" else getattr(Figures(self.runs), name)
 
-    def each(self, part: Callable[[Run], Any]) -> "Group[Any]":
-        """The same variant, of each run a part."""
-        return Group(self.name, tuple(map(part, self.runs)))
-
     def figures(self, path: str) -> list[Any]:
         """One figure of each run that has it, e.g. `heads[0].bos`."""
         figures: Figures = string.Formatter().get_field(path, (), self)[0]  # type: ignore[arg-type]
@@ -155,4 +151,4 @@ def grouped(runs: Iterable[Run], name: Callable[[Run], str]) -> list[Group[Run]]
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(name(run), []).append(run)
-    return [Group(label, tuple(own)) for label, own in members.items()]
+    return [Group(label, tuple(each)) for label, each in members.items()]

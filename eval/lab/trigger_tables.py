@@ -24,13 +24,15 @@ def trigger_tables(runs: Sequence[TriggerRun]) -> list[Table]:
     deep = [group for group in variants(runs) if group.runs[0].layers > 1]
     main = [group for group in variants(runs) if group.runs[0].own]
     rows = {"one_layer": shallow, "deep_layers": deep, "eight_bits": main, "error_sources": main, "calibration": main}
+    first = deep[0].runs[0]
     facts = {
         **vars(measures),
         **vars(trigger),
         **vars(trigger_runs),
         "shallow": shallow[0].runs[0],
-        "deep": deep[0].runs[0],
-        "layers": range(deep[0].runs[0].layers),
+        "deep": first,
+        "deep_heads": len(first.heads) // first.layers,
+        "layers": range(first.layers),
         "seeds": plural(len(deep[0].runs), "seed"),
         "parts": tuple(measures.single_parts(1)),
     }

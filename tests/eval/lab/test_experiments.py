@@ -4,13 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from quantsink.errors import ArchitectureError, UsageError
+from quantsink.errors import UsageError
 from quantsink.eval.lab import experiments
-from quantsink.eval.lab.attention import AttentionSpec
-from quantsink.eval.lab.model import FeatureModel, LabConfig
-from quantsink.models.inputs import example
 
 
 @pytest.mark.parametrize(
@@ -44,14 +40,3 @@ def test_a_context_of_200_tokens_has_a_profile(tiny_llama: Callable[..., Any], t
 def test_a_context_too_short_is_told_before_any_work(tiny_llama: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match=r"^m: its context of 128 tokens is too short for a profile, which needs 136$"):
         experiments.profile(tiny_llama(max_position_embeddings=128), None, "m", "builtin:prose", True)
-
-
-def test_a_model_of_vectors_is_tried_in_its_own_type() -> None:
-    model = FeatureModel(LabConfig(), AttentionSpec()).to(torch.float64)
-    assert example(model)["inputs_embeds"].dtype == torch.float64
-
-    class Silent(FeatureModel):
-        dummy_inputs = {}  # noqa: RUF012
-
-    with pytest.raises(ArchitectureError, match="its dummy_inputs hold no inputs_embeds"):
-        example(Silent(LabConfig(), AttentionSpec()))

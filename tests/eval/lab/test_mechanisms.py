@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from quantsink.errors import UsageError
@@ -25,7 +24,7 @@ from quantsink.eval.lab.mechanisms import (
     clip_gradients,
     sink_count,
 )
-from quantsink.eval.lab.mixes import HybridHeads, layer_mix
+from quantsink.eval.lab.mixes import HybridHeads
 from quantsink.eval.lab.normalizers import (
     ClippedSoftmax,
     Entmax,
@@ -40,7 +39,6 @@ from quantsink.eval.lab.windows import (
     RelativeBias,
     SegmentWindow,
     WindowDecay,
-    alibi_slopes,
 )
 
 DIM, HEADS, SIZE = 12, 3, 4
@@ -377,30 +375,6 @@ def test_without_causality_the_alternating_sink_is_the_last_token_inside_the_win
     assert found == [[2], [0], [4], [0], [6], [0], [7], [0]]
 
 
-def test_a_segment_window_must_be_told_the_segments() -> None:
-    with pytest.raises(UsageError, match=r"give Inputs\(marked=\.\.\.\)"):
-        made(SegmentWindow(3))(given(4)[0])
-
-
-@pytest.mark.parametrize("heads", range(1, 17))
-def test_slopes_are_those_of_alibi(heads: int) -> None:
-    of_bloom = build_alibi_tensor(torch.ones(1, 2), heads, torch.float64)[:, 0, 1]
-    torch.testing.assert_close(torch.tensor(alibi_slopes(heads), dtype=torch.float64), of_bloom, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("buckets", "most"), [(32, 128), (8, 12), (4, 100)])
-@torch.no_grad()
-def test_buckets_are_those_of_t5(buckets: int, most: int, causal: bool) -> None:
-    attention = made(RelativeBias(buckets, most), causal=causal)
-    parts = attention.parts(torch.zeros(1, 200, DIM, dtype=torch.float64))
-    column = torch.arange(200)
-    place = T5Attention._relative_position_bucket(column - column[:, None], not causal, buckets, most)
-    assert parts.bias is not None
-    table = attention.get_parameter("mechanisms.0.table")
-    assert torch.equal(parts.bias.expand(1, HEADS, 200, 200)[0], table[place].permute(2, 0, 1))
-
-
 def test_parameters_start_where_the_documentation_says() -> None:
     torch.manual_seed(0)
     everything = LabAttention(
@@ -460,99 +434,3 @@ def test_learnable_sinks_have_their_own_limit_on_gradients() -> None:
 def test_settings_that_mean_nothing_are_refused(wrong: Callable[[], object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         wrong()
-
-
-SINKS = AttentionSpec(mechanisms=(SinkBias(),))
-GATED = AttentionSpec(ReLU(), (OutputGate(),))
-PLAIN = AttentionSpec()
-
-
-def test_layers_mix_sinks_in_the_middle_with_gates_on_top() -> None:
-    assert layer_mix(6, SINKS, GATED) == (SINKS,) * 4 + (GATED,) * 2
-    assert layer_mix(2, SINKS, GATED) == (SINKS, GATED)
-    assert layer_mix(6, SINKS, GATED, PLAIN) == (PLAIN,) * 2 + (SINKS,) * 2 + (GATED,) * 2
-    assert layer_mix(4, SINKS, GATED, PLAIN, top_layers=0, bottom_layers=1) == (PLAIN,) + (SINKS,) * 3
-
-
-@pytest.mark.parametrize(
-    ("layers", "bottom", "options"),
-    [
-        (1, None, {}),
-        (2, PLAIN, {}),
-        (3, None, {"top_layers": 3}),
-        (3, None, {"bottom_layers": 1}),
-        (3, None, {"top_layers": -1}),
-    ],
-)
-def test_a_mix_without_a_middle_is_refused(layers: int, bottom: AttentionSpec | None, options: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match=f"layers of {layers}"):
-        layer_mix(layers, SINKS, GATED, bottom, **options)
-
-
-def chunked(*mechanisms: Mechanism, carry: bool = True, causal: bool = True) -> Chunked:
-    return Chunked(made(*mechanisms, causal=causal), DIM, 5, carry).double()
-
-
-@torch.no_grad()
-def test_chunks_are_bos_memory_tokens_memory() -> None:
-    model = chunked(SinkBias())
-    x, _ = given(13)
-    memory, outputs = model.memory.expand(3, 1, DIM), []
-    for first, last in ((0, 5), (5, 10), (10, 13)):
-        found = model.block(torch.cat([x[:, :1], memory, x[:, first:last], memory], 1))
-        outputs.append(found[:, 2:-1])
-        memory = found[:, -1:]
-    torch.testing.assert_close(model(x), torch.cat(outputs, 1))
-
-
-@pytest.mark.parametrize("length", [1, 2, 5, 16, 63])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_chunks_of_any_length_train(length: int, batch: int) -> None:
-    model = chunked(LearnableSinks(), OutputGate())
-    x, _ = given(length, batch)
-    out = model(x, Inputs(torch.ones(batch, length, dtype=torch.bool)))
-    assert out.shape == x.shape
-    out.square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-    assert model.memory.grad is not None
-    assert model.memory.grad.any()
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("carry", [True, False])
-@torch.no_grad()
-def test_the_memory_alone_carries_a_token_to_later_chunks(carry: bool, causal: bool) -> None:
-    model = chunked(carry=carry, causal=causal)
-    x, _ = given(15, 1)
-    same = unchanged(model, x, 3)
-    assert same[:3].all() == causal
-    assert not same[3:5].any()
-    assert same[5:].all() != carry
-    assert same[5:].any() != carry
-    assert not unchanged(model, x, 0).any()
-
-
-def unchanged(model: nn.Module, x: Tensor, token: int, inputs: Inputs = Inputs()) -> Tensor:  # noqa: B008
-    """`[L]`: outputs that are the same, to the last bit, when one token of the one row is another."""
-    other = x.clone()
-    other[:, token] += 1
-    return (model(x, inputs) == model(other, inputs))[0].all(-1)
-
-
-@torch.no_grad()
-def test_no_window_hides_the_memory_of_a_chunk_with_segments() -> None:
-    x, _ = given(15, 1)
-    marked = torch.zeros(1, 15, dtype=torch.bool)
-    same = unchanged(chunked(SegmentWindow(1, keep_sink=False)), x, 3, Inputs(marked=marked))
-    assert same.tolist() == [True] * 3 + [False] + [True] + [False] * 10
-    marked[:, 3] = True
-    same = unchanged(chunked(SegmentWindow(1, keep_sink=False)), x, 3, Inputs(marked=marked))
-    assert same.tolist() == [True] * 3 + [False] * 12
-
-
-def test_chunks_refuse_padding() -> None:
-    x, inputs = given(16)
-    with pytest.raises(UsageError, match="padding is not supported"):
-        chunked()(x, inputs)

@@ -16,7 +16,6 @@ EVERY = [normalizer(name) for name in (*NAMES, "entmax-1", "entmax-1.01", "entma
 SUM_TO_ONE = [one for one in EVERY if one.name not in ("softmax1", "relu", "clipped-softmax")]
 SHIFTABLE = [*SUM_TO_ONE, ClippedSoftmax()]
 SIZES = (1, 2, 63, 65)
-
 every = pytest.mark.parametrize("normalize", EVERY, ids=lambda one: one.name)
 summing = pytest.mark.parametrize("normalize", SUM_TO_ONE, ids=lambda one: one.name)
 alphas = pytest.mark.parametrize("alpha", ALPHAS)

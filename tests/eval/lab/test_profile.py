@@ -1,9 +1,6 @@
 """Profiles of a model's heads against a full softmax in float64, and what they refuse."""
 
 import copy
-import dataclasses
-import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +8,9 @@ from typing import Any
 import families
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from quantsink.errors import ArchitectureError, DataError, ModelError, UsageError
-from quantsink.eval.lab import profile_weights
+from quantsink.errors import DataError, ModelError, UsageError
 from quantsink.eval.lab.profile import (
     ProfileSettings,
     bos_mass,
@@ -28,46 +23,21 @@ from quantsink.eval.lab.profile import (
     split_sentences,
     waking_tokens,
 )
-from quantsink.eval.lab.profile_compare import compare
-from quantsink.eval.lab.profile_plots import contrast_scatter, share_bars, waking_bars
 from quantsink.eval.lab.profile_results import (
-    AGREES,
     ALL,
     DEEP,
-    DISAGREES,
     FULL,
-    IN_PART,
     SLIDING,
     BosMass,
-    Contrast,
     Head,
-    HeadContrast,
-    HeadShares,
-    PositionShares,
-    Profile,
 )
-from quantsink.eval.lab.profile_tables import profile_tables
 from quantsink.eval.lab.profile_weights import Text, observe, read_decoder, read_text, spread_rows
-from quantsink.eval.lab.tables import Table, markdown
-from quantsink.models.architecture import Architecture
 
 Build = Callable[..., Any]
 SENTENCE = "The brown fox number %d jumps over. "
 HARD_CAP = {"gemma2": {"attn_logit_softcapping": 0.3}}
 """Random weights make small scores: a cap that they feel."""
 SIX = SENTENCE * 6 % tuple(range(6))
-
-
-@pytest.fixture(scope="module")
-def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("profile") / "prose.txt"
-    path.write_text("".join(f"line {number * 7919 % 1000} of many, none like another.\n" for number in range(100)))
-    return path
-
-
-@pytest.fixture
-def text(tokenizer: Any, prose: Path) -> Text:
-    return read_text(tokenizer, str(prose), 1024)
 
 
 def weights_of(model: Any, ids: Tensor) -> list[Tensor]:
@@ -99,9 +69,6 @@ def build(name: str, tiny_llama: Build, tiny_gemma: Build) -> Any:
 @pytest.fixture(params=["llama", "gemma", "gpt_oss", "gemma2"])
 def model(request: pytest.FixtureRequest, tiny_llama: Build, tiny_gemma: Build) -> Any:
     return build(request.param, tiny_llama, tiny_gemma)
-
-
-# Where attention goes
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -163,52 +130,6 @@ def test_a_window_that_left_the_first_tokens_behind_gives_no_share_of_them(tiny_
     assert {m.first_seen for m in found.means if m.kind == SLIDING} == {None}
 
 
-def test_no_block_of_weights_is_large(tiny_llama: Build, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
-    plain = profile_weights.block_weights
-
-    def watched(*arguments: Any) -> tuple[int, Tensor]:
-        start, weights = plain(*arguments)
-        shapes.append(weights.shape)
-        return start, weights
-
-    monkeypatch.setattr(profile_weights, "block_weights", watched)
-    model = tiny_llama()
-    position_shares(model, read_decoder(model), text, 512, rows=None)
-    assert {shape[2] for shape in shapes} == {64, 48}  # 496 rows
-    assert max(shape[3] for shape in shapes) == 512
-
-
-def test_windows_with_and_without_bos_begin_with_the_same_text(text: Text) -> None:
-    with_bos, without = text.cut(100, 3), text.cut(100, 3, bos=False)
-    assert with_bos[:, 0].tolist() == [text.bos] * 3
-    assert torch.equal(with_bos[:, 1:], without[:, :-1])
-    assert without[1].tolist() == text.ids[100:200].tolist()
-
-
-def test_documents_follow_each_other(tokenizer: Any, tmp_path: Path) -> None:
-    (tmp_path / "two.jsonl").write_text("\n".join(json.dumps({"text": letter * 30}) for letter in "ab"))
-    found = read_text(tokenizer, str(tmp_path / "two.jsonl"), 40)
-    assert found.ids.tolist() == tokenizer("a" * 30 + "b" * 10)["input_ids"]
-
-
-def test_the_model_is_as_before(tiny_llama: Build, text: Text) -> None:
-    model = tiny_llama().train()
-    before = copy.deepcopy(model.state_dict())
-    attention = model.config._attn_implementation
-    architecture = read_decoder(model)
-    position_shares(model, architecture, text, 64)
-    model.get_decoder().layers[1].self_attn.k_proj.weight.data.fill_(torch.nan)
-    with pytest.raises(ModelError, match=r"layers\.1\.self_attn: its weights are not finite"):
-        position_shares(model, architecture, text, 64)
-    assert model.config._attn_implementation == attention
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items() if "layers.1.self_attn.k" not in n)
-
-
-# Sentences
-
-
 def test_sentences_are_cut_by_the_rule() -> None:
     document = "= Title =\n\nOne is here. Two runs\nover lines! not three. Four = 4.\nFive ends\n\nSix? Seven, too."
     assert list(split_sentences(document)) == ["One is here.", "Two runs over lines!", "Six?", "Seven, too."]
@@ -254,9 +175,6 @@ def test_preferences_are_those_of_each_sentence_alone(tokenizer: Any) -> None:
     assert found.pairs(DEEP) == pytest.approx(float(prefers[:, per_layer:].double().mean()))
 
 
-# Prose against code
-
-
 @pytest.mark.parametrize("length", [17, 100])
 def test_bos_mass_is_that_of_the_whole_softmax(tiny_llama: Build, text: Text, length: int) -> None:
     model = tiny_llama(initializer_range=0.3)
@@ -296,9 +214,6 @@ def test_the_first_token_must_stay_in_sight(tiny_gemma: Build, text: Text) -> No
     assert bos_mass(model, read_decoder(model), text, 32, 1).rows == 16
 
 
-# What wakes a head
-
-
 def test_waking_tokens_are_ranked_by_their_mean(tokenizer: Any) -> None:
     a, b, c, d = tokenizer("abcd")["input_ids"]
     tokens = [a] * 3 + [b] * 4 + [c] * 2 + [d] * 11
@@ -321,48 +236,6 @@ def test_waking_tokens_are_ranked_by_their_mean(tokenizer: Any) -> None:
     assert [t.token for t in rare.tokens] == ["b", "d"]
 
 
-# What was published
-
-
-def share(first: float, newest: float, layers: int = 4, length: int = 256, bos: float = 0.4) -> PositionShares:
-    heads = tuple(
-        HeadShares(Head(n, 0, FULL, n >= layers // 2), first, newest, 1 - first - newest, 0.0, bos, 9, first)
-        for n in range(layers)
-    )
-    return PositionShares(length, True, 1, 9, heads)
-
-
-def verdicts(shares: tuple[PositionShares, ...], one: float = 0.4, other: float = 0.3) -> list[str]:
-    contrast = Contrast(("builtin:prose", "builtin:code"), True, 512, (9, 9), (HeadContrast(HEADS[0], one, other),))
-    made: Any = Profile("m", "llama", 4, 0, "float32", "t", "", 0, shares, None, contrast, ())  # type: ignore[arg-type]
-    return [comparison.verdict for comparison in compare(made)]
-
-
-def test_agreement_is_read_off_the_figures() -> None:
-    assert verdicts((share(0.5, 0.25),))[:3] == [AGREES, AGREES, AGREES]
-    assert verdicts((share(0.5, 0.25), share(0.7, 0.2)))[:3] == [IN_PART, IN_PART, AGREES]
-    assert verdicts((share(0.1, 0.6),))[:3] == [DISAGREES, DISAGREES, DISAGREES]
-    assert verdicts((share(0.5, 0.25),))[-1] == AGREES
-    assert verdicts((share(0.5, 0.25),), 0.3, 0.4)[-1] == DISAGREES
-
-
-def test_a_claim_about_heads_is_counted_by_heads() -> None:
-    """A layer's mean can hide a head that looks elsewhere."""
-    one = share(0.7, 0.1)
-    others = tuple(
-        dataclasses.replace(h, head=dataclasses.replace(h.head, head=1), first=0.2, newest=0.6) for h in one.heads
-    )
-    assert verdicts((dataclasses.replace(one, heads=one.heads + others),))[2] == IN_PART
-
-
-# What is refused
-
-
-def test_encoders_are_refused() -> None:
-    with pytest.raises(ArchitectureError, match="an encoder"):
-        read_decoder(families.FAMILIES["bert"].build())
-
-
 def test_short_texts_and_lengths_are_refused(tiny_llama: Build, tokenizer: Any, text: Text, prose: Path) -> None:
     model = tiny_llama()
     architecture = read_decoder(model)
@@ -376,94 +249,8 @@ def test_short_texts_and_lengths_are_refused(tiny_llama: Build, tokenizer: Any, 
         observe(model, architecture, torch.tensor([[0, 258]]), torch.tensor([1]), lambda *_: None)
 
 
-def test_attention_past_the_interface_is_refused(tiny_llama: Build, text: Text) -> None:
-    model = tiny_llama()
-    architecture = Architecture.of(model)
-    model.get_decoder().layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ArchitectureError, match=r"layers\.0\.self_attn: its attention did not go through"):
-        position_shares(model, architecture, text, 64)
-
-
-# All of it
-
-
-@pytest.fixture(params=["llama", "gemma"])
-def profile(
-    request: pytest.FixtureRequest, tiny_llama: Build, tiny_gemma: Build, tokenizer: Any, tmp_path: Path
-) -> Profile:
-    made = build(request.param, tiny_llama, tiny_gemma)
-    path = tmp_path / "text.txt"
-    path.write_text(SENTENCE * 40 % tuple(range(40)))
-    settings = ProfileSettings(lengths=(64, 128), share_tokens=256, sentences=8, contrast_windows=2, contrast_length=96)
-    seen: list[tuple[str, int, int]] = []
-    found = measure_profile(
-        made,
-        tokenizer,
-        name="tiny",
-        text=str(path),
-        contrast=("builtin:prose", "builtin:code"),
-        settings=settings,
-        progress=lambda *step: seen.append(step),
-    )
-    ends = {name: (done, total) for name, done, total in seen}
-    assert ends == {
-        "position shares": (4, 4),
-        "sentences": (8, 8),
-        "BOS mass, builtin:prose": (2, 2),
-        "BOS mass, builtin:code": (2, 2),
-    }
-    return found
-
-
-def test_a_profile_is_plain_data(profile: Profile) -> None:
-    data = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
-    assert [(s["length"], s["bos"], s["windows"]) for s in data["shares"]] == [
-        (64, True, 4),
-        (64, False, 4),
-        (128, True, 2),
-        (128, False, 2),
-    ]
-    assert data["contrast"]["length"] == (32 if profile.model_type.startswith("gemma") else 96)
-    assert data["comparisons"][0]["verdict"] in (AGREES, IN_PART, DISAGREES)
-    assert len(data["shares"][0]["heads"]) == profile.layers * 4
-    assert data["sentences"]["shares"]["deep layers"]["heads"] == profile.layers * 2
-
-
-def test_tables_say_what_they_rest_on(profile: Profile) -> None:
-    grids = profile_tables(profile)
-    page = markdown(profile_tables(profile))
-    out = io.StringIO()
-    for grid in grids:
-        Console(file=out, width=200).print(grid.rich())
-        assert all(len(row) == len(grid.columns) for row in grid.rows)
-    for needed in ("192 ", "rows from 16 on", "8 sentences of text.txt (seed 0), with BOS"):
-        assert needed in page
-        assert needed in out.getvalue()
-    first = profile.shares[0].means[0]
-    assert f"{100 * first.first:.1f} %" in page
-    assert ("where seen" in page) == (profile.sliding_layers > 0)
-
-
-def test_a_cell_cannot_break_a_table() -> None:
-    grid = Table("t", ("a", "b"), (("x|y", "[red]z"),), ())
-    assert "| x\\|y | [red]z |" in grid.markdown()
-    out = io.StringIO()
-    Console(file=out, width=80).print(grid.rich())
-    assert "[red]z" in out.getvalue()
-
-
-def test_pictures_are_drawn(profile: Profile, tokenizer: Any) -> None:
-    a, b = tokenizer("$'")["input_ids"]
-    odd = waking_tokens(HEADS, made_up([[0.0, *[1.0] * 8]] * 4, [a] * 4 + [b] * 5), tokenizer)
-    pictures = [
-        share_bars(profile.shares, "shares"),
-        contrast_scatter(profile.contrast, "contrast"),
-        *(waking_bars(waking, "waking") for waking in (*profile.waking, odd)),
-    ]
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
-
-
 @pytest.mark.real
+@pytest.mark.slow
 def test_deep_heads_of_a_real_model_look_at_the_first_tokens(smollm2: Path) -> None:
     from quantsink.models.source import find, quiet_loading
 

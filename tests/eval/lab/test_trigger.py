@@ -1,6 +1,5 @@
 """The trigger task: what is asked, how answers are judged, how weights are read, and that it can be learned."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from quantsink.errors import QuantSinkError
 from quantsink.eval.lab.attention import AttentionSpec
-from quantsink.eval.lab.measures import methods
 from quantsink.eval.lab.normalizers import ReLU
 from quantsink.eval.lab.trigger import (
     BOS,
@@ -24,7 +22,6 @@ from quantsink.eval.lab.trigger import (
     train,
     trained,
 )
-from quantsink.eval.lab.trigger_runs import LONG, Job, Scale, jobs, run_one
 
 
 @pytest.fixture
@@ -131,41 +128,3 @@ def test_a_training_that_diverges_is_an_error() -> None:
     model = model_for(task, AttentionSpec(ReLU()))
     with pytest.raises(QuantSinkError, match=r"^relu, seed 0: the training diverged; give a lower rate$"):
         train(model, task, Training(30, 1e30), 0)
-
-
-def test_random_keeps_as_many_other_keys_exact() -> None:
-    found = methods(3, 40, seed=0)
-    assert found["sink"].exact == (0, 1, 2)
-    assert len(set(found["random"].exact)) == 3
-    assert min(found["random"].exact) >= 3
-    assert max(found["random"].exact) < 40
-    assert found["random"] != methods(3, 40, seed=1)["random"]
-
-
-def test_every_variant_has_every_seed() -> None:
-    found = jobs(Scale(seeds=3))
-    seeds: dict[tuple[str, int, bool], set[int]] = {}
-    for job in found:
-        seeds.setdefault((job.spec.name, job.layers, job.task.own), set()).add(job.seed)
-    assert len(seeds) == 13
-    assert all(each == {0, 1, 2} for each in seeds.values())
-
-
-@pytest.mark.real
-def test_softmax_needs_the_bos_token_and_relu_does_not() -> None:
-    """The sign of the whole laboratory, on one seed: the page has five."""
-    found = {}
-    for spec in (AttentionSpec(), AttentionSpec(ReLU())):
-        job = Job(spec, 0, Task(), Training(400), measured=1024)
-        run = found[spec.name] = run_one(job)
-        assert run.solved.share >= 0.99
-        assert run == dataclasses.replace(run_one(job)), "the same job, the same figures"
-    softmax, relu = found["softmax"], found["relu"]
-    assert softmax.heads[0].bos >= 0.98
-    assert relu.heads[0].bos < 0.01
-    assert softmax.strong == (1.0,)
-    assert relu.strong == (0.0,)
-    assert softmax.errors["sink"] < 0.1 * softmax.errors["block"], f"at {LONG} tokens"
-    assert softmax.errors["random"] > 0.9 * softmax.errors["block"], "it is the sink that counts"
-    assert relu.errors["sink"] > 0.5 * relu.errors["block"], "nothing to gain without a sink"
-    assert relu.calibrated is None

@@ -14,8 +14,6 @@ from torch import Tensor
 from quantsink.errors import QuantSinkError, UsageError
 from quantsink.eval.lab import vision
 from quantsink.eval.lab.model import border
-from quantsink.eval.lab.seeds import difference
-from quantsink.eval.lab.tables import markdown
 from quantsink.eval.lab.vision import (
     CONTENT,
     GATE,
@@ -38,7 +36,6 @@ from quantsink.eval.lab.vision import (
     split,
     trained,
 )
-from quantsink.eval.lab.vision_tables import vision_plots, vision_tables
 
 INSIDE = (5, 6, 9, 10)
 """Of 4 x 4 patches, row by row."""
@@ -217,14 +214,9 @@ def test_missing_scikit_learn_is_named_with_its_extra(monkeypatch: pytest.Monkey
     assert "\n" not in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[VisionRun]:
-    return run_vision(Scale(1, 1), workers=1)
-
-
-def test_a_quick_run(runs: list[VisionRun]) -> None:
-    assert [run.name for run in runs] == [NONE.name, GATE.name, CONTENT.name]
-    for run in runs:
+def test_a_quick_run(vision_runs: list[VisionRun]) -> None:
+    assert [run.name for run in vision_runs] == [NONE.name, GATE.name, CONTENT.name]
+    for run in vision_runs:
         assert run.pictures == 539
         assert run.steps == 1258 // 64
         assert len(run.heads) == 12
@@ -236,19 +228,19 @@ def test_a_quick_run(runs: list[VisionRun]) -> None:
             own = [head.patches.cls for head in run.heads if head.layer == layer]
             assert sum(received) + sum(own) / 4 == pytest.approx(1, abs=1e-5)
         assert any(abs(a - b) > 1e-4 for a, b in zip(run.received[0], run.received_from_cls[0], strict=True))
-    assert [len(run.gates) for run in runs] == [0, 3, 0]
-    json.dumps([dataclasses.asdict(run) for run in runs], allow_nan=False)
+    assert [len(run.gates) for run in vision_runs] == [0, 3, 0]
+    json.dumps([dataclasses.asdict(run) for run in vision_runs], allow_nan=False)
 
 
-def test_calibrations_mass_on_cls_is_the_recorded_weights(runs: list[VisionRun]) -> None:
-    for run in runs[:2]:
+def test_calibrations_mass_on_cls_is_the_recorded_weights(vision_runs: list[VisionRun]) -> None:
+    for run in vision_runs[:2]:
         found = run.calibrated
         assert found is not None
         assert found.largest_difference < 1e-6
         assert set(found.found) == {*found.true, *found.last}
         assert 0 < found.error < 0.1
         assert abs(found.accuracy - run.accuracy) < 0.05
-    assert runs[2].calibrated is None
+    assert vision_runs[2].calibrated is None
 
 
 @torch.no_grad()
@@ -268,33 +260,3 @@ def test_a_sink_head_is_found_by_calibration() -> None:
     assert (0, 1) in found.true
     assert set(found.found) == {*found.true, *found.last}
     assert found.largest_difference < 1e-6
-
-
-def test_tables_and_pictures(runs: list[VisionRun]) -> None:
-    again = [dataclasses.replace(run, seed=1, accuracy=run.accuracy + 0.01) for run in runs]
-    for found in (runs, [*again, *runs]):
-        tables = vision_tables(found)
-        for table in tables:
-            assert {len(row) for row in table.rows} == {len(table.columns)}
-            table.rich()
-        text = markdown(tables)
-        assert "nan" not in text
-        assert "refused" in text
-        assert ("one seed says nothing" in text) == (found is runs)
-    plots = vision_plots(runs)
-    assert set(plots) == {"vision_places.png", "vision_heads.png"}
-    assert all(png.startswith(b"\x89PNG") for png in plots.values())
-
-
-def test_without_the_gate_there_is_nothing_to_compare(runs: list[VisionRun]) -> None:
-    titles = [table.title for table in vision_tables(runs[:1])]
-    assert "The gate against none" not in titles
-    assert "The gate's values" not in titles
-
-
-def test_a_difference_is_claimed_only_where_its_interval_misses_zero() -> None:
-    assert difference([(0.0, 1.0), (0.0, 1.1), (0.0, 0.9)]) == ("+1.0000 ± 0.2483", "higher")
-    assert difference([(1.0, 0.0), (1.1, 0.0), (0.9, 0.0)])[1] == "lower"
-    assert difference([(0.0, 1.0), (0.0, -1.0), (0.0, 0.5)])[1] == "no difference shown"
-    assert difference([(0.0, 0.0), (0.0, 0.0)])[1] == "no difference shown"
-    assert difference([(0.0, 1.0)])[1] == "one seed says nothing"

@@ -40,13 +40,6 @@ VARIANTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("streaming") / "prose.txt"
-    path.write_text("".join(f"line {number * 7919 % 1000} of many, none like another.\n" for number in range(100)))
-    return path
-
-
 def dense(variant: Variant, length: int, window: int | None = None) -> Tensor:
     """`[L, L]` which key each query sees, element by element."""
     sees = torch.zeros(length, length, dtype=torch.bool)
@@ -298,6 +291,7 @@ def test_what_cannot_be_meant_is_refused(tiny_llama: Build, tiny_gemma: Build, t
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_a_real_model_falls_apart_without_its_sinks(smollm2: Path) -> None:
     from quantsink.models.source import find, quiet_loading
 

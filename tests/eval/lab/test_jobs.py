@@ -1,0 +1,37 @@
+"""Jobs in processes of their own."""
+
+import contextlib
+import math
+import multiprocessing
+import signal
+import time
+
+import pytest
+import torch
+
+from quantsink.eval.lab.jobs import one_thread, run_jobs
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_results_come_in_the_order_of_the_jobs_and_each_is_reported(workers: int) -> None:
+    steps: list[tuple[str, int, int]] = []
+    results = run_jobs(math.sqrt, [4, 9, 16], name="roots", progress=lambda *s: steps.append(s), workers=workers)
+    assert results == [2, 3, 4]
+    assert steps == [("roots", done, 3) for done in range(4)]
+
+
+def test_a_failing_job_stops_the_others() -> None:
+    """The other job would sleep on; its process is terminated instead."""
+    with pytest.raises(ValueError, match="non-negative"):
+        run_jobs(time.sleep, [600, -1], name="naps", workers=2)
+    for worker in multiprocessing.active_children():
+        worker.join()
+        assert worker.exitcode == -signal.SIGTERM
+
+
+def test_one_thread_is_given_back_after_an_error() -> None:
+    threads = torch.get_num_threads()
+    with contextlib.suppress(RuntimeError), one_thread():
+        assert torch.get_num_threads() == 1
+        raise RuntimeError
+    assert torch.get_num_threads() == threads
