@@ -12,9 +12,9 @@ from quantsink.eval.rows import Row
 QUESTIONS = (
     ("attention-row", "attention-fixed", "INT8 attention weights: a scale per row, not one fixed scale"),
     ("attention-block", "attention-row", "INT8 attention weights: a scale per 64 keys, not per row"),
-    ("attention-sink", "attention-block", "Splitting the sink off on the sink heads"),
+    ("attention-sink", "attention-block", "Splitting off the sink token in the sink heads"),
     ("attention-sink", "attention-random", "Choosing the sink heads by calibration, not at random"),
-    ("attention-all", "attention-sink", "Splitting the sink off on every head, not only on sink heads"),
+    ("attention-all", "attention-sink", "Splitting off the sink token in every head, not only in sink heads"),
     ("clip-row-10", "clip-absolute-10", "Clipping scores relative to their row's maximum, not absolutely"),
     ("w8a8", "w8a8-plain", "quantsink's w8a8, INT8 attention included, against plain W8A8 without it"),
     ("w8a8", "bnb-llm-int8", "quantsink's w8a8, INT8 attention included, against LLM.int8() without it"),

@@ -185,10 +185,20 @@ def _standard() -> list[Method]:
             "attention",
             _attention(sinks="none", weight_scale="row"),
         ),
-        ("attention-block", "one scale per row and 64 keys, no sink split off", "attention", _attention(sinks="none")),
-        ("attention-sink", "the sink split off on the sink heads", "attention", _attention()),
-        ("attention-random", "the sink split off on as many random heads", "attention", _attention(sinks="random")),
-        ("attention-all", "the sink split off on every head", "attention", _attention(sinks="all")),
+        (
+            "attention-block",
+            "one scale per row and 64 keys, no sink token split off",
+            "attention",
+            _attention(sinks="none"),
+        ),
+        ("attention-sink", "the sink token split off in the sink heads", "attention", _attention()),
+        (
+            "attention-random",
+            "the sink token split off in as many random heads",
+            "attention",
+            _attention(sinks="random"),
+        ),
+        ("attention-all", "the sink token split off in every head", "attention", _attention(sinks="all")),
     ]
     presets = [
         ("w8a16", "INT8 weights only", "preset", PRESETS["w8a16"]),

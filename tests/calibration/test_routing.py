@@ -43,7 +43,7 @@ def test_the_control_takes_as_many_heads_by_seed(calibration):
 
 
 @pytest.mark.parametrize(("sinks", "count"), [("all", 16), ("none", 0)])
-def test_all_and_none(sinks, count, calibration):
+def test_sinks_can_be_all_heads_or_none(sinks, count, calibration):
     assert plan(calibration, Recipe(attention=Attention(sinks=sinks))).count(Route.SINK) == count
 
 
@@ -121,7 +121,7 @@ def test_named_heads_stay_native(calibration):
             plan(calibration, Recipe(attention=Attention(native=(wrong,))))
 
 
-def test_what_a_calibration_cannot_answer(calibration, tiny_llama, tokenizer):
+def test_a_recipe_that_the_calibration_cannot_serve_is_refused(calibration, tiny_llama, tokenizer):
     with pytest.raises(RecipeError, match="calibrated with 1"):
         plan(calibration, Recipe(sink_size=4))
     with pytest.raises(RecipeError, match="has 16 heads"):

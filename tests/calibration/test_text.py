@@ -78,7 +78,7 @@ def assert_one_bos_first(read: Windows) -> None:
 
 
 @pytest.mark.parametrize("spec", ["builtin:prose", "builtin:code", "self"])
-def test_named_sources_are_usable_as_they_are(spec: str) -> None:
+def test_built_in_sources_need_no_file(spec: str) -> None:
     source = parse_spec(spec)
     assert (source.spec, source.name, source.format) == (spec, spec, spec)
     check_not_empty(source)
@@ -282,7 +282,7 @@ def test_check_not_empty_stops_at_the_first_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seq_len", [2, 7, 64, 10_000])
-def test_windows_drop_nothing_and_count_truly(tokenizer: PreTrainedTokenizerFast, seq_len: int) -> None:
+def test_windows_keep_and_count_every_token(tokenizer: PreTrainedTokenizerFast, seq_len: int) -> None:
     texts = [TEXT, "", "short", TEXT[:100]]
     read = windows(tokenizer, texts, seq_len=seq_len, max_tokens=100_000)
     assert body(read) == [token for text in texts for token in plain_ids(tokenizer, text)]
@@ -299,7 +299,7 @@ def test_only_a_documents_last_window_is_short(tokenizer: PreTrainedTokenizerFas
     assert [len(window) for window in read.ids] == ([17] * full + [rest + 1] * (rest > 0)) * 2
 
 
-def test_a_bos_in_the_text_is_taken_out(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_bos_in_the_text_is_removed(tokenizer: PreTrainedTokenizerFast) -> None:
     read = windows(tokenizer, ["<s>one<s><s>two</s>"], seq_len=4, max_tokens=100)
     assert_one_bos_first(read)
     assert read.removed_bos == 3
@@ -422,7 +422,7 @@ def test_impossible_sizes_are_refused(
         sample_self(model, tokenizer, seq_len=seq_len, tokens=max_tokens, seed=0)
 
 
-def test_what_is_not_a_list_of_texts_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_input_other_than_a_list_of_texts_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UsageError, match="wrap it"):
         windows(tokenizer, "a text", seq_len=8, max_tokens=8)
     with pytest.raises(UsageError, match="pass strings"):
@@ -449,7 +449,7 @@ def test_self_text_is_seeded_and_leaves_random_state_alone(
 
 
 @pytest.mark.parametrize(("tokens", "lengths"), [(16, [16]), (17, [16]), (18, [16, 2]), (40, [16, 16, 8])])
-def test_self_text_has_one_bos_a_window_and_true_counts(
+def test_self_text_has_one_bos_per_window_and_is_counted(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tokens: int, lengths: list[int]
 ) -> None:
     read = sample_self(model, tokenizer, tokens=tokens, seq_len=16, seed=0)

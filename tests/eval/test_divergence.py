@@ -86,7 +86,7 @@ def test_another_vocabulary_is_refused() -> None:
             divergence.score(Fixed(torch.zeros(3)), WINDOWS, store, name="three")
 
 
-def test_each_modules_mode_comes_back(text: EvalText, model: LlamaForCausalLM) -> None:
+def test_the_mode_of_each_module_is_restored(text: EvalText, model: LlamaForCausalLM) -> None:
     model.model.layers[0].train()
     try:
         with divergence.log_probs() as store:
@@ -97,7 +97,7 @@ def test_each_modules_mode_comes_back(text: EvalText, model: LlamaForCausalLM) -
         model.eval()
 
 
-def test_a_full_disk_is_one_line_that_says_what_to_do() -> None:
+def test_a_full_disk_is_reported_with_a_remedy() -> None:
     class Full(io.BytesIO):
         def write(self, _: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -106,7 +106,7 @@ def test_a_full_disk_is_one_line_that_says_what_to_do() -> None:
         divergence.score_reference(Fixed(HALF), WINDOWS, divergence.LogProbs(Full()))
 
 
-def test_the_temporary_file_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_temporary_file_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with divergence.log_probs() as store:
         divergence.score_reference(Fixed(HALF), WINDOWS, store)

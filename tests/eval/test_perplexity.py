@@ -68,7 +68,7 @@ def test_a_context_that_leaves_nothing_to_score_is_refused(context: int) -> None
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_nothing_is_scored_where_nothing_stands_before_it(tokens: int) -> None:
+def test_a_first_token_without_bos_is_not_scored(tokens: int) -> None:
     assert cut(torch.arange(tokens), length=4) == []
 
 
@@ -94,7 +94,7 @@ def test_strided_perplexity_equals_brute_force(model: LlamaForCausalLM) -> None:
     assert perplexity(sums) == pytest.approx(math.exp(sum(nll) / 19), rel=1e-5)
 
 
-def test_reading_counts_truly(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_reading_counts_windows_and_tokens(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "two.jsonl"
     path.write_text('{"text": "abcdefghij"}\n{"text": ""}\n{"text": "abc"}\n')
     whole = read(tokenizer, str(path), length=6)
@@ -127,7 +127,7 @@ def test_the_fingerprint_follows_ids_and_layout(tokenizer: PreTrainedTokenizerFa
     assert len({same, *(text.fingerprint for text in different)}) == 6
 
 
-def test_a_bos_in_the_text_is_taken_out(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_bos_in_the_text_is_removed(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("ab<s>cd")
     text = read(tokenizer, str(path), length=8)
@@ -135,7 +135,7 @@ def test_a_bos_in_the_text_is_taken_out(tokenizer: PreTrainedTokenizerFast, tmp_
     assert text.removed_bos == 1
 
 
-def test_text_without_tokens_is_an_error(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_text_without_tokens_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "empty.txt"
     path.write_text("")
     with pytest.raises(DataError, match="no token"):
