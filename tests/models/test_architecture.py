@@ -14,12 +14,12 @@ from quantsink.models.architecture import Architecture
 
 
 def test_llama_with_grouped_queries(tiny_llama):
-    found = Architecture.of(tiny_llama(num_attention_heads=8, num_key_value_heads=2))
-    assert [(layer.heads, layer.kv_heads, layer.head_dim) for layer in found.attentions] == [(8, 2, 16)] * 2
-    assert [found.attentions[0].kv_head(head) for head in (0, 1, 3, 4, 6)] == [0, 0, 0, 1, 1]
-    assert found.decoder == "model"
-    assert len(found.linears) == 14
-    assert "lm_head" not in found.linears
+    architecture = Architecture.of(tiny_llama(num_attention_heads=8, num_key_value_heads=2))
+    assert [(layer.heads, layer.kv_heads, layer.head_dim) for layer in architecture.attentions] == [(8, 2, 16)] * 2
+    assert [architecture.attentions[0].kv_head(head) for head in (0, 1, 3, 4, 6)] == [0, 0, 0, 1, 1]
+    assert architecture.decoder == "model"
+    assert len(architecture.linears) == 14
+    assert "lm_head" not in architecture.linears
 
 
 def test_head_size_is_independent_of_the_hidden_size(tiny_llama):
@@ -28,8 +28,12 @@ def test_head_size_is_independent_of_the_hidden_size(tiny_llama):
 
 
 def test_gemma3(tiny_gemma):
-    found = Architecture.of(tiny_gemma())
-    assert (found.attentions[3].heads, found.attentions[3].kv_heads, found.attentions[3].head_dim) == (4, 1, 32)
+    architecture = Architecture.of(tiny_gemma())
+    assert (
+        architecture.attentions[3].heads,
+        architecture.attentions[3].kv_heads,
+        architecture.attentions[3].head_dim,
+    ) == (4, 1, 32)
 
 
 def test_encoder_decoders_are_refused():

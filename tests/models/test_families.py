@@ -1,4 +1,4 @@
-"""Every family whole: heads found where they are, sinks where they were planted, exported, reloaded, generated."""
+"""Every family from end to end: its heads, its planted sinks, export, reload and generation."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ def ids(length: int = 60, batch: int = 1) -> torch.Tensor:
 
 @torch.no_grad()
 def output(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    found = model(input_ids=tokens)
-    return found.logits if hasattr(found, "logits") else found.last_hidden_state
+    result = model(input_ids=tokens)
+    return result.logits if hasattr(result, "logits") else result.last_hidden_state
 
 
 def calibrated(model: Any, tokenizer: Any, **options: Any) -> quantsink.Calibration:
@@ -43,8 +43,8 @@ def calibrated(model: Any, tokenizer: Any, **options: Any) -> quantsink.Calibrat
 @pytest.mark.parametrize("name", FAMILIES)
 def test_heads_lie_where_the_modelling_code_puts_them(name):
     model = FAMILIES[name].build()
-    found = Architecture.of(model)
-    for layer in found.attentions:
+    architecture = Architecture.of(model)
+    for layer in architecture.attentions:
         truth = families.layout(model, layer.index)
         for part, module, rows in (
             (layer.q, truth.q_module, truth.q_rows),
@@ -56,7 +56,7 @@ def test_heads_lie_where_the_modelling_code_puts_them(name):
             assert [list(part.channels([head])) for head in range(len(part.starts))] == rows
         assert [layer.kv_head(head) for head in range(layer.heads)] == [truth.kv_head(h) for h in range(layer.heads)]
         assert layer.causal == FAMILIES[name].causal
-    assert len(found.attentions) == model.config.num_hidden_layers
+    assert len(architecture.attentions) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -64,9 +64,9 @@ def test_a_model_without_weights_has_the_same_outline(name):
     with torch.device("meta"):
         empty = FAMILIES[name].build()
     full = Architecture.of(FAMILIES[name].build())
-    found = Architecture.of(empty)
-    assert [layer.outline for layer in found.attentions] == [layer.outline for layer in full.attentions]
-    assert (found.linears, found.experts) == (full.linears, full.experts)
+    architecture = Architecture.of(empty)
+    assert [layer.outline for layer in architecture.attentions] == [layer.outline for layer in full.attentions]
+    assert (architecture.linears, architecture.experts) == (full.linears, full.experts)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -75,22 +75,22 @@ def test_exactly_the_planted_head_is_found_and_kept_native(name, tokenizer):
     model = families.plant(FAMILIES[name].build(), {PLANTED[0]: [PLANTED[1]]})
     calibration = calibrated(model, tokenizer)
     assert [(head.layer, head.head) for head in calibration.heads() if head.sink] == [PLANTED]
-    decided = plan(calibration, MARKED)
+    chosen = plan(calibration, MARKED)
     layer, head = PLANTED
     truth = families.layout(model, layer)
-    wanted: dict[str, set[int]] = {}
+    native_rows: dict[str, set[int]] = {}
     for module, rows in (
         (truth.q_module, truth.q_rows[head]),
         (truth.k_module, truth.k_rows[truth.kv_head(head)]),
         (truth.v_module, truth.v_rows[truth.kv_head(head)]),
     ):
-        wanted.setdefault(module, set()).update(rows)
-    original = {module: families.weight(model.get_submodule(module)).detach().clone() for module in wanted}
+        native_rows.setdefault(module, set()).update(rows)
+    original = {module: families.weight(model.get_submodule(module)).detach().clone() for module in native_rows}
     output_weight = families.weight(model.get_submodule(truth.o_module)).detach().clone()
-    assert {n: set(p.native_rows) for n, p in decided.linears.items() if p.native_rows} == wanted
-    assert set(truth.o_columns[head]) <= set(decided.linears[truth.o_module].native_columns)
+    assert {n: set(p.native_rows) for n, p in chosen.linears.items() if p.native_rows} == native_rows
+    assert set(truth.o_columns[head]) <= set(chosen.linears[truth.o_module].native_columns)
     quantized = quantsink.quantize(model, calibration, MARKED)
-    for module, rows in wanted.items():
+    for module, rows in native_rows.items():
         linear = quantized.get_submodule(module)
         assert linear.native_row_index.tolist() == sorted(rows)
         assert torch.equal(linear.native_rows, original[module][sorted(rows)])
@@ -116,12 +116,12 @@ def test_exported_reloaded_and_saved_again(name, tokenizer, tmp_path):
     read = quantsink.Calibration.load(tmp_path / "calibration")
     assert read.layers == calibration.layers
     quantized = quantsink.quantize(model, read, MARKED)
-    wanted = output(quantized, ids())
-    assert wanted.isfinite().all()
+    logits = output(quantized, ids())
+    assert logits.isfinite().all()
     quantsink.save(quantized, tmp_path / "first")
     loaded = quantsink.load(tmp_path / "first")
     assert type(loaded) is type(quantized)
-    assert torch.equal(output(loaded, ids()), wanted)
+    assert torch.equal(output(loaded, ids()), logits)
     quantsink.save(loaded, tmp_path / "second")
     first, second = ((tmp_path / part / "model.safetensors").read_bytes() for part in ("first", "second"))
     assert first == second
@@ -137,7 +137,7 @@ def test_exported_reloaded_and_saved_again(name, tokenizer, tmp_path):
 def test_our_attention_is_the_models_own(name, tokenizer):
     """All heads native, weights native: what is left of quantsink is its attention."""
     model = FAMILIES[name].build()
-    wanted = output(FAMILIES[name].build(attn_implementation="eager"), ids(100))  # SDPA knows no soft-cap
+    expected = output(FAMILIES[name].build(attn_implementation="eager"), ids(100))  # SDPA knows no soft-cap
     calibration = calibrated(model, tokenizer, error_windows=0)
     recipe = quantsink.Recipe.from_dict(
         {
@@ -147,9 +147,9 @@ def test_our_attention_is_the_models_own(name, tokenizer):
         }
     )
     assert plan(calibration, recipe).count(Route.NATIVE) == len(calibration.heads())
-    found = output(quantsink.quantize(model, calibration, recipe), ids(100))
+    result = output(quantsink.quantize(model, calibration, recipe), ids(100))
     assert model.config._attn_implementation == NAME
-    assert torch.allclose(found, wanted, atol=2e-4), (found - wanted).abs().max()
+    assert torch.allclose(result, expected, atol=2e-4), (result - expected).abs().max()
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -179,14 +179,14 @@ def test_a_cache_of_codes(name, tokenizer):
             quantsink.SinkCache.from_calibration(model, calibration, 8, widths="uniform")
         return
     tokens = ids(300)
-    wanted = output(model, tokens)[:, -8:]
+    expected = output(model, tokens)[:, -8:]
     cache = quantsink.SinkCache.from_calibration(model, calibration, 8, widths="uniform")
     argument = quantsink.models.inputs.cache_argument(model)
     with torch.no_grad():
         model(input_ids=tokens[:, :-8], use_cache=True, **{argument: cache})
-        found = model(input_ids=tokens[:, -8:], use_cache=True, **{argument: cache}).logits
+        logits = model(input_ids=tokens[:, -8:], use_cache=True, **{argument: cache}).logits
     assert cache.get_seq_length() == 300
-    assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()
+    assert (logits - expected).abs().max() < 0.02 * expected.abs().max()
     assert (
         0
         < cache.nbytes()

@@ -128,11 +128,11 @@ def test_rows_at_the_attention_interface(name, calls):
     assert [t.shape[1] for t in before] == [len(where.q_rows), len(where.k_rows), len(where.v_rows)]
     parts = ((where.q_module, where.q_rows), (where.k_module, where.k_rows), (where.v_module, where.v_rows))
     for part, (module, rows) in enumerate(parts):
-        for head, own in enumerate(rows):
-            with changed(model, module, own):
+        for head, head_rows in enumerate(rows):
+            with changed(model, module, head_rows):
                 after = run()
-            found = [differing(b, a, 1) for b, a in zip(before, after, strict=True)]
-            assert found == [[head] if i == part else [] for i in range(3)]
+            reached = [differing(b, a, 1) for b, a in zip(before, after, strict=True)]
+            assert reached == [[head] if i == part else [] for i in range(3)]
 
     fed = []
     with model.get_submodule(where.o_module).register_forward_pre_hook(lambda _, args: fed.append(args[0])):
@@ -154,8 +154,8 @@ def test_rows_reach_only_their_heads_output(name):
         return weights, fed[0]
 
     before, fed = run()
-    for head, own in enumerate(where.q_rows):
-        with changed(model, where.q_module, own):
+    for head, head_rows in enumerate(where.q_rows):
+        with changed(model, where.q_module, head_rows):
             after, now = run()
         assert differing(before, after, 0) == [head]
         assert differing(fed, now, 2) == where.o_columns[head]
@@ -179,8 +179,8 @@ def test_rows_of_fused_projections_are_a_partition(name):
     used: dict[str, list[int]] = {}
     for part in "qkv":
         rows = getattr(where, f"{part}_rows")
-        used.setdefault(getattr(where, f"{part}_module"), []).extend(row for own in rows for row in own)
+        used.setdefault(getattr(where, f"{part}_module"), []).extend(row for head_rows in rows for row in head_rows)
     for module, rows in used.items():
         assert sorted(rows) == list(range(families.weight(model.get_submodule(module)).shape[0]))
-    columns = sorted(column for own in where.o_columns for column in own)
+    columns = sorted(column for head_columns in where.o_columns for column in head_columns)
     assert columns == list(range(families.weight(model.get_submodule(where.o_module)).shape[1]))
