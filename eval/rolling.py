@@ -129,7 +129,9 @@ def check_rolling(model: Any, stream: Stream) -> None:
     from quantsink.models.architecture import attention_layers
 
     check_length(model, stream.max_length, "--rolling-length")
-    options = KVCache(sink_size=LEAST_SINKS, rounding="nearest", max_length=stream.max_length)
+    # A length below a chunk is refused at the end, whatever it is.
+    length = max(stream.max_length, CHUNK)
+    options = KVCache(sink_size=LEAST_SINKS, rounding="nearest", max_length=length)
     bits = {layer.name: (stream.bits,) * layer.kv_heads for layer in attention_layers(model)}
     with _attention_restored(model):
         cache = SinkCache(model, CachePlan(options, bits))

@@ -180,7 +180,9 @@ def test_invalid_lengths_are_refused(run: Measure, stream: Stream) -> None:
         "--rolling-length 4096: the model takes at most 2048 tokens",
         rolling=dataclasses.replace(stream, max_length=4096),
     )
-    refused(run, UsageError, "--rolling-length 300: at least 387", rolling=dataclasses.replace(stream, max_length=300))
+    for length in (300, 100):
+        short = dataclasses.replace(stream, max_length=length)
+        refused(run, UsageError, f"--rolling-length {length}: at least 387", rolling=short)
 
 
 def test_the_smallest_length_holds_a_chunk(run: Measure, stream: Stream) -> None:
