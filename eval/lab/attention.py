@@ -65,8 +65,8 @@ class Tokens:
 
     def leading(self, count: int | Tensor) -> Tensor:
         """`[B or 1, 1, 1, L]`: the first `count` real tokens of each row; `count` may be `[B, 1]`."""
-        found = (self.position >= 0) & (self.position < count)
-        return (found if self.real is None else found & self.real)[:, None, None]
+        leading = (self.position >= 0) & (self.position < count)
+        return (leading if self.real is None else leading & self.real)[:, None, None]
 
 
 class Part(nn.Module):
@@ -211,8 +211,8 @@ class LabAttention(nn.Module):
             if sinks is not None:
                 count = sinks[0].shape[1]
                 key, value = (
-                    torch.cat([own.expand(len(x), -1, -1, -1), states], 2)
-                    for own, states in ((sinks[0], key), (sinks[1], value))
+                    torch.cat([sink_states.expand(len(x), -1, -1, -1), states], 2)
+                    for sink_states, states in ((sinks[0], key), (sinks[1], value))
                 )
                 bias = None if bias is None else pad(bias, (count, 0))
                 visible = _with_sinks(visible, count, sinks[2], tokens)
@@ -231,10 +231,10 @@ class LabAttention(nn.Module):
         return typing.cast(Iterable[Part], self.mechanisms)
 
     def _visible(self, tokens: Tokens) -> Tensor:
-        windows = [found for part in self._working() if (found := part.inside(tokens)) is not None]
+        windows = [inside for part in self._working() if (inside := part.inside(tokens)) is not None]
         if not windows:
             return tokens.visible
-        kept = [found for part in self._working() if (found := part.kept(tokens)) is not None]
+        kept = [mask for part in self._working() if (mask := part.kept(tokens)) is not None]
         if kept:
             tokens.kept = functools.reduce(torch.logical_or, kept)
         return tokens.visible & functools.reduce(torch.logical_or, kept, windows[0])
@@ -313,11 +313,11 @@ def _allowed(length: int, causal: bool, device: torch.device) -> Tensor:
 
 def _with_sinks(visible: Tensor, count: int, heads: Tensor | None, tokens: Tokens) -> Tensor:
     """Columns for `count` sinks before those of the tokens; every real query of `heads` sees them."""
-    own = visible.new_ones(1, 1, 1, 1) if tokens.real is None else tokens.real[:, None, :, None]
-    own = own if heads is None else own & heads
-    batch, width = torch.broadcast_shapes(own.shape[:2], visible.shape[:2])
+    sees_sinks = visible.new_ones(1, 1, 1, 1) if tokens.real is None else tokens.real[:, None, :, None]
+    sees_sinks = sees_sinks if heads is None else sees_sinks & heads
+    batch, width = torch.broadcast_shapes(sees_sinks.shape[:2], visible.shape[:2])
     shape = (batch, width, tokens.length)
-    return torch.cat([own.expand(*shape, count), visible.expand(*shape, tokens.length)], -1)
+    return torch.cat([sees_sinks.expand(*shape, count), visible.expand(*shape, tokens.length)], -1)
 
 
 def _check(spec: AttentionSpec, layer: int, head_dim: int) -> None:

@@ -41,9 +41,9 @@ class Chunked(nn.Module):
         memory, outputs = start, []
         for first in range(0, x.shape[1], self.chunk):
             tokens = x[:, first : first + self.chunk]
-            found = self.block(torch.cat([bos, memory, tokens, memory], 1), self._inputs(inputs.marked, first))
-            outputs.append(found[:, 2:-1])
-            memory = found[:, -1:] if self.carry else start
+            output = self.block(torch.cat([bos, memory, tokens, memory], 1), self._inputs(inputs.marked, first))
+            outputs.append(output[:, 2:-1])
+            memory = output[:, -1:] if self.carry else start
         return torch.cat(outputs, 1)
 
     def _inputs(self, marked: Tensor | None, first: int) -> Inputs:

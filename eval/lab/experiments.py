@@ -87,23 +87,23 @@ def profile(
 
     told: Callable[[str, int, int], None] | None = None
     if progress is not None:
-        given = progress
+        report = progress
 
         def told(what: str, done: int, total: int) -> None:
-            given(f"{name}: {what}", done, total)
+            report(f"{name}: {what}", done, total)
 
     started = time.monotonic()
     passes: Passes = {}
     settings, sizes = profile_sizes(name, model, quick)
-    found = measure_profile(model, tokenizer, name=name, text=data, settings=settings, passes=passes, progress=told)
+    measured = measure_profile(model, tokenizer, name=name, text=data, settings=settings, passes=passes, progress=told)
     stream = measure_streaming(model, tokenizer, name=name, text=data, passes=passes, progress=told, **sizes)
-    tables = [*profile_tables.profile_tables(found), profile_tables.streaming_table(stream)]
+    tables = [*profile_tables.profile_tables(measured), profile_tables.streaming_table(stream)]
     short = "".join(letter if letter.isalnum() else "-" for letter in name.removesuffix(".gguf")).lower()
-    pictures = {f"{short}-{file}": data for file, data in profile_plots.profile_plots(found, stream).items()}
+    pictures = {f"{short}-{file}": data for file, data in profile_plots.profile_plots(measured, stream).items()}
     return _finding(
         "profile",
         f"Profile of {name}",
-        {"notes": list(notes), "profile": found.to_dict(), "streaming": stream.to_dict()},
+        {"notes": list(notes), "profile": measured.to_dict(), "streaming": stream.to_dict()},
         tables,
         pictures,
         started,

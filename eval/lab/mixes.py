@@ -49,8 +49,8 @@ class HybridHeads(Mechanism):
 
     @property
     def claims(self) -> frozenset[str]:
-        own: frozenset[str] = frozenset() if self.window is None else WINDOW
-        return own | (frozenset() if self.kind is None else SINK_BIAS if self.kind == "bias" else LEARNABLE_SINKS)
+        window: frozenset[str] = frozenset() if self.window is None else WINDOW
+        return window | (frozenset() if self.kind is None else SINK_BIAS if self.kind == "bias" else LEARNABLE_SINKS)
 
     def build(self, dim: int, heads: int, head_dim: int) -> "HybridHeadsPart":
         if not 1 <= self.sink_heads < heads:
@@ -84,7 +84,7 @@ class HybridHeadsPart(Part):
     def sinks(self) -> tuple[Tensor, Tensor, Tensor] | None:
         if not isinstance(self.sink, LearnableSinksPart):
             return None
-        key, value = (pad(own, (0, 0, 0, 0, self.ordinary, 0)) for own in self.sink.sinks()[:2])
+        key, value = (pad(states, (0, 0, 0, 0, self.ordinary, 0)) for states in self.sink.sinks()[:2])
         return key, value, self._sink_heads(key.device)
 
     def _sink_heads(self, device: torch.device) -> Tensor:

@@ -60,8 +60,8 @@ class Block(nn.Module):
         self.down_proj = nn.Linear(config.mlp, size) if config.mlp else None
 
     def forward(self, x: Tensor, inputs: Inputs, record: list[Tensor] | None = None) -> Tensor:
-        found = self.attention(self._normed(x), inputs, record)
-        x = x + found if self.residual else found
+        output = self.attention(self._normed(x), inputs, record)
+        x = x + output if self.residual else output
         if self.up_proj is not None and self.down_proj is not None:
             x = x + self.down_proj(gelu(self.up_proj(self._normed(x))))
         return x
@@ -94,18 +94,18 @@ class LabModel(PreTrainedModel):
     def get_decoder(self) -> "LabModel":
         return self
 
-    def embedded(self, given: Tensor) -> Tensor:
+    def embedded(self, data: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def run(self, given: Tensor, inputs: Inputs = ALL_REAL, record: list[Tensor] | None = None) -> Tensor:
+    def run(self, data: Tensor, inputs: Inputs = ALL_REAL, record: list[Tensor] | None = None) -> Tensor:
         """Output of each token; the weights of every layer, `[B, H, L, S + L]`, go to `record`."""
-        x = self.embedded(given)
+        x = self.embedded(data)
         for block in self.blocks:
             x = block(x, inputs, record)
         if self.config.norm:
             x = rms_norm(x, x.shape[-1:])
-        found: Tensor = self.head(x)
-        return found
+        output: Tensor = self.head(x)
+        return output
 
 
 class FeatureModel(LabModel):
@@ -121,9 +121,9 @@ class FeatureModel(LabModel):
     def dummy_inputs(self) -> dict[str, Tensor]:
         return {"inputs_embeds": torch.zeros(1, 1, self.config.inputs)}
 
-    def embedded(self, given: Tensor) -> Tensor:
-        found: Tensor = self.embed(given)
-        return found
+    def embedded(self, features: Tensor) -> Tensor:
+        embedded: Tensor = self.embed(features)
+        return embedded
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
         return self.run(inputs_embeds, Inputs(None if attention_mask is None else attention_mask.bool()))
@@ -144,9 +144,9 @@ class TokenModel(LabModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
 
-    def embedded(self, given: Tensor) -> Tensor:
-        found: Tensor = self.embed(given) * self.config.hidden_size**0.5
-        return found
+    def embedded(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embed(ids) * self.config.hidden_size**0.5
+        return embedded
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
         return self.run(input_ids, Inputs(None if attention_mask is None else attention_mask.bool()))
@@ -164,10 +164,10 @@ class PictureModel(LabModel):
         self.start = nn.Parameter(torch.randn(config.hidden_size) * 0.02)
         self.position = nn.Parameter(torch.randn(1 + side * side, config.hidden_size) * 0.02)
 
-    def embedded(self, given: Tensor) -> Tensor:
+    def embedded(self, pixels: Tensor) -> Tensor:
         size = self.config.patch_size
-        patches = given[:, 0].unfold(1, size, size).unfold(2, size, size).flatten(3).flatten(1, 2)
-        first = self.start.expand(len(given), 1, -1)
+        patches = pixels[:, 0].unfold(1, size, size).unfold(2, size, size).flatten(3).flatten(1, 2)
+        first = self.start.expand(len(pixels), 1, -1)
         return torch.cat([first, self.embed(patches)], 1) + self.position
 
     def forward(self, pixel_values: Tensor, **_: Any) -> ImageClassifierOutput:
@@ -179,6 +179,6 @@ class PictureModel(LabModel):
 @functools.cache
 def border(side: int) -> Tensor:
     """Which of side x side patches lie at the picture's border, `[side * side]`, row by row."""
-    found = torch.ones(side, side, dtype=torch.bool)
-    found[1:-1, 1:-1] = False
-    return found.flatten()
+    at_border = torch.ones(side, side, dtype=torch.bool)
+    at_border[1:-1, 1:-1] = False
+    return at_border.flatten()

@@ -95,8 +95,8 @@ def measure_profile(
     for length in (*settings.lengths, settings.contrast_length):
         check_length(model, length, "length")
     architecture = read_decoder(model)
-    wanted = max((length * _count(length, settings.share_tokens) for length in settings.lengths), default=2)
-    read = read_text(tokenizer, text, wanted)
+    tokens = max((length * _count(length, settings.share_tokens) for length in settings.lengths), default=2)
+    read = read_text(tokenizer, text, tokens)
     conditions = (True, False) if read.bos is not None else (False,)
     total = len(settings.lengths) * len(conditions)
     shares = []
@@ -104,8 +104,10 @@ def measure_profile(
         for bos in conditions:
             count = _count(length, settings.share_tokens)
             rows = settings.share_rows
-            own = position_shares(model, architecture, read, length, windows=count, rows=rows, bos=bos, passes=passes)
-            shares.append(own)
+            measured = position_shares(
+                model, architecture, read, length, windows=count, rows=rows, bos=bos, passes=passes
+            )
+            shares.append(measured)
             _tell(progress, "position shares", len(shares), total)
     chosen = read_sentences(tokenizer, text, settings.sentences, seed=settings.seed)
     preference = sentence_preference(
@@ -118,7 +120,7 @@ def measure_profile(
         words = read_text(tokenizer, spec, length * windows)
         masses.append(bos_mass(model, architecture, words, length, windows, progress=progress))
     heads = list_heads(architecture)
-    found = Profile(
+    profile = Profile(
         model=name,
         model_type=architecture.model_type,
         layers=len(architecture.attentions),
@@ -132,7 +134,7 @@ def measure_profile(
         contrast=contrast_heads(heads, *masses),
         waking=tuple(waking_tokens(heads, mass, tokenizer) for mass in masses),
     )
-    return dataclasses.replace(found, comparisons=compare(found))
+    return dataclasses.replace(profile, comparisons=compare(profile))
 
 
 def list_heads(architecture: Architecture) -> tuple[Head, ...]:
@@ -178,14 +180,14 @@ def position_shares(
             passes[pass_key(batch[0])] = output
     count = len(chosen) * windows
     reach = {layer.index: length if layer.window is None else layer.window for layer in architecture.attentions}
-    found = []
+    heads = []
     for head in list_heads(architecture):
         *means, seen = (sums[head.layer][:, head.head] / count).tolist()
         seeing = int((chosen < reach[head.layer]).sum()) * windows
         first, newest, middle, learned, mass = means
         first_seen = seen * count / seeing if seeing else None
-        found.append(HeadShares(head, first, newest, middle, learned, mass, seeing, first_seen))
-    return PositionShares(length, bos and text.bos is not None, windows, count, tuple(found))
+        heads.append(HeadShares(head, first, newest, middle, learned, mass, seeing, first_seen))
+    return PositionShares(length, bos and text.bos is not None, windows, count, tuple(heads))
 
 
 def group_shares(rows: Tensor, start: int, weights: Tensor) -> Tensor:
@@ -220,15 +222,15 @@ def read_sentences(tokenizer: Any, spec: str, count: int, *, seed: int = 0) -> l
         if read >= SENTENCE_CHARACTERS:
             break
     least, most = SENTENCE_TOKENS
-    found: list[list[int]] = []
+    sentences: list[list[int]] = []
     for number in torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).tolist():
         ids = tokenizer(candidates[number], add_special_tokens=False, verbose=False)["input_ids"]
         if least <= len(ids) <= most and tokenizer.bos_token_id not in ids:
-            found.append(ids)
-            if len(found) == count:
-                return found
+            sentences.append(ids)
+            if len(sentences) == count:
+                return sentences
     raise DataError(
-        f"data {source.name!r} has {len(found)} sentences of {least} to {most} tokens, {count} are needed; name a "
+        f"data {source.name!r} has {len(sentences)} sentences of {least} to {most} tokens, {count} are needed; name a "
         "longer text, or take fewer sentences"
     )
 
@@ -272,10 +274,10 @@ def sentence_preference(
             layer: AttentionLayer, block: Tensor, first: int, weights: Tensor,
             sums: Tensor = sums, lengths: Tensor = lengths,
         ) -> None:  # fmt: skip
-            own = group_shares(block, first, weights)[..., :3].double().cpu()  # [B, H, Q, 3]
+            shares = group_shares(block, first, weights)[..., :3].double().cpu()  # [B, H, Q, 3]
             real = (block.cpu() < lengths[:, None]).double()
             at = offsets[layer.index]
-            sums[:, at : at + layer.heads] += torch.einsum("bhqg,bq->bhg", own, real)
+            sums[:, at : at + layer.heads] += torch.einsum("bhqg,bq->bhg", shares, real)
 
         observe(model, architecture, filled, spread_rows(longest), see)
         means = sums / (lengths - FIRST_ROW)[:, None, None]
@@ -326,9 +328,9 @@ def bos_mass(
     for batch in ids.split(max(1, BATCH_TOKENS // length)):
 
         def see(layer: AttentionLayer, block: Tensor, start: int, weights: Tensor, done: int = done) -> None:
-            own = _bos_weight(start, weights).transpose(0, 1).cpu()  # [H, B, Q]
+            bos_weights = _bos_weight(start, weights).transpose(0, 1).cpu()  # [H, B, Q]
             at, row = offsets[layer.index], int(block[0]) - FIRST_ROW
-            mass[at : at + layer.heads, done : done + own.shape[1], row : row + len(block)] = own
+            mass[at : at + layer.heads, done : done + bos_weights.shape[1], row : row + len(block)] = bos_weights
 
         observe(model, architecture, batch, rows, see)
         done += len(batch)
@@ -343,7 +345,7 @@ def contrast_heads(heads: Sequence[Head], one: BosMass, other: BosMass) -> Contr
         bos=one.bos,
         length=one.length,
         rows=(one.rows, other.rows),
-        heads=tuple(HeadContrast(*found) for found in zip(heads, one.mean, other.mean, strict=True)),
+        heads=tuple(HeadContrast(*masses) for masses in zip(heads, one.mean, other.mean, strict=True)),
     )
 
 
@@ -364,7 +366,7 @@ def waking_tokens(
     awake = (mass.mass < SINK).sum(1).tolist()
     dormant = [i for i, mean in enumerate(mass.mean) if mean >= DORMANT]
     chosen = sorted((i for i in dormant if awake[i]), key=lambda i: -awake[i])[:count]
-    found = []
+    woken = []
     for i in chosen:
         moved = 1 - mass.mass[i].double()
         means = torch.zeros(len(kinds), dtype=torch.float64).index_add_(0, kind, moved) / counts
@@ -373,8 +375,8 @@ def waking_tokens(
         order = [k for k in means.argsort(descending=True, stable=True)[:tokens].tolist() if counts[k] >= min_count]
         ranked = tuple(WakingToken(kinds[k], int(counts[k]), float(means[k]), float(least[k])) for k in order)
         types = int((counts >= min_count).sum())
-        found.append(WakingHead(heads[i], mass.text, mass.rows, float(moved.mean()), awake[i], types, ranked))
-    return Waking(mass.text, mass.rows, len(dormant), sum(not awake[i] for i in dormant), min_count, tuple(found))
+        woken.append(WakingHead(heads[i], mass.text, mass.rows, float(moved.mean()), awake[i], types, ranked))
+    return Waking(mass.text, mass.rows, len(dormant), sum(not awake[i] for i in dormant), min_count, tuple(woken))
 
 
 def _bos_weight(start: int, weights: Tensor) -> Tensor:
@@ -384,11 +386,11 @@ def _bos_weight(start: int, weights: Tensor) -> Tensor:
 
 def _offsets(architecture: Architecture) -> dict[int, int]:
     """Of each layer's first head among all heads."""
-    found, at = {}, 0
+    offsets, at = {}, 0
     for layer in architecture.attentions:
-        found[layer.index] = at
+        offsets[layer.index] = at
         at += layer.heads
-    return found
+    return offsets
 
 
 def _count(length: int, tokens: int) -> int:

@@ -24,15 +24,15 @@ NEAR = 0.1
 
 def compare(profile: Profile) -> tuple[Comparison, ...]:
     """Set the measurement beside what was published; no published figure is quoted that could not be checked."""
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     with_bos = [share for share in profile.shares if share.bos] or list(profile.shares)
     if with_bos:
         for depth in (ALL, DEEP):
-            found += _halves(with_bos, depth)
-        found += _by_layer(with_bos[-1])
+            comparisons += _halves(with_bos, depth)
+        comparisons += _by_layer(with_bos[-1])
         short = with_bos[0]
         sinks = sum(h.bos >= SINK for h in short.heads)
-        found.append(
+        comparisons.append(
             Comparison(
                 "sink metric: share of heads whose mean weight on the first token passes 0.3",
                 "Gu et al. 2025, When Attention Sink Emerges in Language Models (there over all rows of 64 tokens)",
@@ -43,7 +43,7 @@ def compare(profile: Profile) -> tuple[Comparison, ...]:
         )
     one, other = profile.contrast.means
     if profile.contrast.texts == ("builtin:prose", "builtin:code"):
-        found.append(
+        comparisons.append(
             Comparison(
                 "of five kinds of text, code draws the least weight to the first token",
                 "OpenReview AJgzo9JhtM (GPT-2, Llama, Mistral)",
@@ -51,7 +51,7 @@ def compare(profile: Profile) -> tuple[Comparison, ...]:
                 AGREES if other < one else DISAGREES,
             )
         )
-    return tuple(found)
+    return tuple(comparisons)
 
 
 def _halves(shares: Sequence[PositionShares], depth: str) -> list[Comparison]:

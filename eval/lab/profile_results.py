@@ -81,24 +81,24 @@ class PositionShares:
     @property
     def means(self) -> tuple[MeanShares, ...]:
         """Over heads of full-attention layers and of sliding ones, each of all layers and of the deep ones."""
-        found = []
+        means = []
         for kind in (FULL, SLIDING):
             for depth in (ALL, DEEP):
-                own = [h for h in self.heads if h.head.kind == kind and (h.head.deep or depth == ALL)]
-                if own:
-                    mean = {n: mean_of(getattr(h, n) for h in own) for n in ("first", "newest", "middle", "learned")}
-                    seen = [h.first_seen for h in own if h.first_seen is not None]
-                    found.append(
+                heads = [h for h in self.heads if h.head.kind == kind and (h.head.deep or depth == ALL)]
+                if heads:
+                    mean = {n: mean_of(getattr(h, n) for h in heads) for n in ("first", "newest", "middle", "learned")}
+                    seen = [h.first_seen for h in heads if h.first_seen is not None]
+                    means.append(
                         MeanShares(
                             kind,
                             depth,
-                            len(own),
+                            len(heads),
                             **mean,
-                            seeing=min(h.seeing for h in own),
+                            seeing=min(h.seeing for h in heads),
                             first_seen=mean_of(seen) if seen else None,
                         )
                     )
-        return tuple(found)
+        return tuple(means)
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "means": [dataclasses.asdict(mean) for mean in self.means]}
@@ -172,8 +172,8 @@ class BosMass:
 
     @property
     def mean(self) -> list[float]:
-        found: list[float] = self.mass.double().mean(1).tolist()
-        return found
+        means: list[float] = self.mass.double().mean(1).tolist()
+        return means
 
 
 @dataclass(frozen=True)
@@ -304,5 +304,5 @@ class Profile:
 
 
 def mean_of(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)

@@ -65,10 +65,10 @@ class Text:
                 f"data {self.name!r} has {len(self.ids):,} tokens, {length * count:,} are needed; name a longer text, "
                 "or take shorter lengths or fewer windows"
             )
-        found = self.ids[: length * count].view(count, length)
+        windows = self.ids[: length * count].view(count, length)
         if not bos or self.bos is None:
-            return found
-        return torch.cat([torch.full((count, 1), self.bos), found[:, :-1]], 1)
+            return windows
+        return torch.cat([torch.full((count, 1), self.bos), windows[:, :-1]], 1)
 
 
 def read_text(tokenizer: Any, spec: str, tokens: int) -> Text:
@@ -79,8 +79,8 @@ def read_text(tokenizer: Any, spec: str, tokens: int) -> Text:
     """
     source = parse_spec(spec)
     limit = max(tokens, 2) + 2  # reading stops where fewer than two tokens are left
-    found = tokenized(tokenizer, source, seq_len=limit, max_tokens=limit, bos=False)
-    return Text(source.name, torch.cat(found.ids)[:tokens], tokenizer.bos_token_id)
+    cut = tokenized(tokenizer, source, seq_len=limit, max_tokens=limit, bos=False)
+    return Text(source.name, torch.cat(cut.ids)[:tokens], tokenizer.bos_token_id)
 
 
 def read_decoder(model: Any) -> Architecture:

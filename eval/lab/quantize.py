@@ -86,8 +86,8 @@ def quantized_attention(parts: Parts, normalizer: Normalizer, bits: Bits) -> Ten
     if "weights" in bits.parts:
         codes = codes.round().clamp(0, QMAX)
     blocks = (codes.transpose(2, 3) @ v_codes) * v_scale
-    found: Tensor = out + (blocks * unit.transpose(2, 3)).sum(2) / QMAX
-    return found
+    heads: Tensor = out + (blocks * unit.transpose(2, 3)).sum(2) / QMAX
+    return heads
 
 
 def _scores(parts: Parts, products: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ def average(results: Sequence[Run]) -> Run:
     items: Sequence[Any] = results
     if not is_dataclass(items[0]):
         return cast(Run, statistics.fmean(items))
-    means = (average([getattr(item, field.name) for item in items]) for field in fields(items[0]))
-    return cast(Run, type(items[0])(*means))
+    kind: Any = type(items[0])
+    return cast(Run, kind(*(average([getattr(item, field.name) for item in items]) for field in fields(items[0]))))
 
 
 READINGS: dict[str, Callable[[list[Any]], Any]] = {

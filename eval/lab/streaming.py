@@ -93,8 +93,8 @@ class StreamCurve:
 
     def ppl(self, start: int = 0) -> float:
         """Perplexity of all scored rows in buckets from position `start` on."""
-        own = [bucket for bucket in self.buckets if bucket.start >= start]
-        return Bucket(start, 0, sum(b.scored for b in own), math.fsum(b.nll for b in own)).ppl
+        later = [bucket for bucket in self.buckets if bucket.start >= start]
+        return Bucket(start, 0, sum(b.scored for b in later), math.fsum(b.nll for b in later)).ppl
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class Streaming:
         return next((start for start in starts if start >= self.budget), starts[-1])
 
     def to_dict(self) -> dict[str, Any]:
-        found = dataclasses.asdict(self)
-        for curve, own in zip(found["curves"], self.curves, strict=True):
-            curve["ppl"], curve["ppl_past"] = own.ppl(), own.ppl(self.past)
-            for bucket, given in zip(curve["buckets"], own.buckets, strict=True):
-                bucket["ppl"] = given.ppl
-        return {**found, "past": self.past}
+        data = dataclasses.asdict(self)
+        for written, curve in zip(data["curves"], self.curves, strict=True):
+            written["ppl"], written["ppl_past"] = curve.ppl(), curve.ppl(self.past)
+            for each, bucket in zip(written["buckets"], curve.buckets, strict=True):
+                each["ppl"] = bucket.ppl
+        return {**data, "past": self.past}
 
 
 def variants(window: int = WINDOW, sinks: int = SINKS, seed: int = 0) -> tuple[Variant, ...]:
@@ -143,14 +143,14 @@ def variants(window: int = WINDOW, sinks: int = SINKS, seed: int = 0) -> tuple[V
     order = torch.randperm(len(CONTROL), generator=torch.Generator().manual_seed(seed))[:sinks]
     control = tuple(sorted(CONTROL[i] for i in order.tolist()))
     budget = window + sinks
-    found = [
+    each = [
         Variant("full attention"),
         Variant(f"newest {budget}", budget),
         Variant(f"newest {window} + {sinks} first", window, tuple(range(sinks))),
         Variant(f"newest {budget - 1} + 1 first", budget - 1, (0,)),
         Variant(f"newest {window} + {sinks} of {CONTROL.start}-{CONTROL.stop - 1}", window, control),
     ]
-    return tuple(v for i, v in enumerate(found) if i != 3 or sinks > 1)
+    return tuple(v for i, v in enumerate(each) if i != 3 or sinks > 1)
 
 
 def measure_streaming(
@@ -274,13 +274,13 @@ def stream_losses(
         hidden = output.last_hidden_state
         losses = []
         for block in rows.split(max(1, LOGITS // _vocabulary(model))):
-            own = block.to(hidden.device)
-            with _replaying(decoder, output, hidden[:, own]):
-                logits = model(input_ids=ids[None, own.to(ids.device)], use_cache=False).logits[0].float()
+            chosen = block.to(hidden.device)
+            with _replaying(decoder, output, hidden[:, chosen]):
+                logits = model(input_ids=ids[None, chosen.to(ids.device)], use_cache=False).logits[0].float()
             if not bool(logits.amax().isfinite() & logits.amin().isfinite()):
                 raise QuantSinkError(f"{variant.name}: its logits contain NaN or inf; load it with another dtype")
-            wanted = ids[(block + 1).to(ids.device)].to(logits.device)
-            losses.append(cross_entropy(logits, wanted, reduction="none").double().cpu())
+            successors = ids[(block + 1).to(ids.device)].to(logits.device)
+            losses.append(cross_entropy(logits, successors, reduction="none").double().cpu())
     return torch.cat(losses)
 
 
@@ -288,13 +288,13 @@ def to_buckets(nll: Tensor, rows: Tensor, tokens: int, size: int) -> tuple[Bucke
     """Sums of losses `[R]` at `rows` `[R]` by position."""
     if size < 1:
         raise UsageError(f"buckets of {size} positions: 1 or more")
-    found = []
+    buckets = []
     for start in range(0, tokens, size):
-        own = nll[(rows >= start) & (rows < start + size)]
-        found.append(Bucket(start, min(start + size, tokens), len(own), float(own.sum(dtype=torch.float64))))
-    if any(not bucket.scored for bucket in found):
+        inside = nll[(rows >= start) & (rows < start + size)]
+        buckets.append(Bucket(start, min(start + size, tokens), len(inside), float(inside.sum(dtype=torch.float64))))
+    if any(not bucket.scored for bucket in buckets):
         raise DataError(f"buckets of {size} positions: some hold no scored row; take larger ones")
-    return tuple(found)
+    return tuple(buckets)
 
 
 def attend_blocks(
@@ -315,12 +315,12 @@ def attend_blocks(
         low = 0 if variant.newest is None else max(0, start + 1 - variant.newest)
         columns = torch.cat([kept[kept < low], torch.arange(low, int(rows[-1]) + 1, device=query.device)])
         mask = variant.sees(rows, columns)[None, None]
-        own = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+        states = query[:, :, rows], key[:, :, columns], value[:, :, columns]
         if softcap is None and s_aux is None:
             grouped = query.shape[1] != key.shape[1]
-            parts.append(scaled_dot_product_attention(*own, attn_mask=mask, scale=scaling, enable_gqa=grouped))
+            parts.append(scaled_dot_product_attention(*states, attn_mask=mask, scale=scaling, enable_gqa=grouped))
         else:
-            parts.append(exact_attention(*own, mask, scaling, softcap, s_aux, causal=False))
+            parts.append(exact_attention(*states, mask, scaling, softcap, s_aux, causal=False))
     return torch.cat(parts, 2)
 
 
