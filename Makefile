@@ -52,7 +52,7 @@ build/oldest/.installed: $(STAMP)
 	! build/oldest/bin/python -m pip check | grep '^transformers '
 	touch $@
 
-lint: $(STAMP) links ## ruff (rules and format), the lengths of files, the import layers
+lint: $(STAMP) links ## ruff (rules and format), the lengths of files and lines, the import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/lengths.py

@@ -21,7 +21,7 @@ def main() -> int:
         lines = Path(name).read_text(encoding="utf-8").splitlines()
         if len(lines) > FILE_LINES:
             faults.append(f"{name}: {len(lines)} lines; at most {FILE_LINES}, so split it")
-        if "--markdown" in sys.argv and name.endswith(".md"):
+        if name.endswith(".md"):
             faults += [
                 f"{name}:{number}: {len(line)} columns; wrap it at {MARKDOWN_COLUMNS}"
                 for number, line in prose(lines)
