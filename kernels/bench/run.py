@@ -277,8 +277,8 @@ def clone(codes: CodedKV) -> CodedKV:
     return CodedKV(**{**copied, "banks": tuple(bank.clone() for bank in codes.banks)})
 
 
-def decode(bits: int, repeats: int) -> Row:
-    heads, kv_heads, head_dim, keys = 9, 3, 64, 32768
+def decode(bits: int, repeats: int, keys: int = 32768) -> Row:
+    heads, kv_heads, head_dim = 9, 3, 64
     gate = decode_gate(bits, heads, kv_heads, head_dim)
     if gate != "passed":
         return failed(gate)
