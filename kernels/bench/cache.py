@@ -124,12 +124,12 @@ def decode(bits: int, args: argparse.Namespace) -> Row:
 def divergence(model: Any, ids: Tensor, bits: int) -> float:
     """Mean KL of the logits through a `SinkCache` from those through a `DynamicCache`: a prompt of 128, then 32 at a
     time."""
-    found = []
+    log_probs = []
     for cache in (DynamicCache(config=model.config), SinkCache(model, uniform(model, bits))):
         pieces = (ids[:, :128], *ids[:, 128:].split(32, 1))
         rows = [model(piece, **{cache_argument(model): cache}).logits[0] for piece in pieces]
-        found.append(torch.cat(rows)[128:].float().log_softmax(-1))
-    return float((found[0].exp() * (found[0] - found[1])).sum(-1).mean())
+        log_probs.append(torch.cat(rows)[128:].float().log_softmax(-1))
+    return float((log_probs[0].exp() * (log_probs[0] - log_probs[1])).sum(-1).mean())
 
 
 # Memory.
@@ -137,15 +137,15 @@ def divergence(model: Any, ids: Tensor, bits: int) -> float:
 
 def memory() -> Row:
     """Bytes by which a process grew while it filled each cache."""
-    found: dict[str, dict[str, int]] = {}
+    measured: dict[str, dict[str, int]] = {}
     for which in ("ours", "transformers"):
         command = [sys.executable, __file__, "--fill", which]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
             return {"gate": f"failed: {done.stderr.strip().splitlines()[-1][:200]}"}
-        found[which] = json.loads(done.stdout.strip().splitlines()[-1])
-    ours, theirs = found["ours"], found["transformers"]
+        measured[which] = json.loads(done.stdout.strip().splitlines()[-1])
+    ours, theirs = measured["ours"], measured["transformers"]
     return {
         "gate": "passed",
         "ours_bytes": ours["grown"],

@@ -74,7 +74,7 @@ def measure(m: int, n: int, k: int, repeats: int, device: torch.device) -> dict[
             run()
             wait(device)
             times[name].append((time.perf_counter() - start) * 1e6)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: statistics.median(durations) for name, durations in times.items()}
 
 
 def wait(device: torch.device) -> None:

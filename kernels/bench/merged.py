@@ -58,10 +58,10 @@ def measure(rows: int, blocks: int, inputs: int, sizes: tuple[int, ...], repeats
         raise SystemExit("kernels/bench/merged.py: layers computed together differ from the same one by one")
     times: dict[Callable[[], list[Tensor]], list[float]] = {apart: [], together: []}
     for _ in range(repeats):
-        for call, taken in times.items():
+        for call, durations in times.items():
             start = time.perf_counter()
             call()
-            taken.append((time.perf_counter() - start) * 1e6 / blocks)
+            durations.append((time.perf_counter() - start) * 1e6 / blocks)
     return statistics.median(times[apart]), statistics.median(times[together])
 
 

@@ -135,8 +135,8 @@ def load(dtype: str) -> tuple[Any, Any]:
 
 def text(tokenizer: Any, spec: str) -> list[Tensor]:
     """WINDOWS pieces of text, `[1, PROMPT]` token ids each."""
-    found = windows(tokenizer, parse_spec(spec), seq_len=PROMPT, max_tokens=16 * PROMPT)
-    return [ids[None] for ids in found.ids if len(ids) == PROMPT][:WINDOWS]
+    prompts = windows(tokenizer, parse_spec(spec), seq_len=PROMPT, max_tokens=16 * PROMPT)
+    return [ids[None] for ids in prompts.ids if len(ids) == PROMPT][:WINDOWS]
 
 
 def log_probabilities(model: Any, ids: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def alternate(
             start = time.perf_counter()
             step()
             times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: statistics.median(durations) for name, durations in times.items()}
 
 
 if __name__ == "__main__":

@@ -73,10 +73,10 @@ def measure(queries: int, keys: int, repeats: int) -> tuple[float, float]:
     ours(), eager()
     times: dict[Callable[[], Tensor], list[float]] = {ours: [], eager: []}
     for _ in range(repeats):
-        for run, taken in times.items():
+        for run, durations in times.items():
             start = time.perf_counter()
             run()
-            taken.append((time.perf_counter() - start) * 1e3)
+            durations.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[ours]), statistics.median(times[eager])
 
 

@@ -121,7 +121,7 @@ def alternate(calls: Calls, repeats: int, turn: int = 1) -> dict[str, float]:
                 start = time.perf_counter()
                 call()
                 times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: statistics.median(durations) for name, durations in times.items()}
 
 
 def compared(times: dict[str, float], gate: str, **more: Any) -> Row:

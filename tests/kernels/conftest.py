@@ -1,19 +1,19 @@
-import importlib.util
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+# Under --import-mode=importlib, tests cannot import their neighbours otherwise.
+sys.path.insert(0, str(Path(__file__).parent))
+
 
 @pytest.fixture(scope="session")
 def numerics() -> ModuleType:
-    """`tests/numerics.py`; under `--import-mode=importlib` tests cannot import their neighbours by name."""
-    path = Path(__file__).parents[1] / "numerics.py"
-    spec = importlib.util.spec_from_file_location("quantsink_numerics", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """`tests/numerics.py`."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    try:
+        return import_module("numerics")
+    finally:
+        sys.path.pop(0)

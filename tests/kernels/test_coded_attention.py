@@ -273,7 +273,15 @@ def test_routes(numerics: ModuleType, isa: str, routes: list[int], bits: Any, dt
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("dims", [(16, 16), (40, 48), (80, 80), (96, 96), (128, 128), (256, 256), (64, 32), (128, 192)])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (40, 48),
+        (256, 256),
+        (128, 192),
+        *(pytest.param(dims, marks=pytest.mark.slow) for dims in ((16, 16), (80, 80), (96, 96), (128, 128), (64, 32))),
+    ],
+)
 @pytest.mark.parametrize("routes", [[0, 0, 2, 0], [2] * 4], ids=["mixed", "native"])
 def test_head_sizes(numerics: ModuleType, isa: str, routes: list[int], dims: tuple[int, int], bits: int) -> None:
     hold_to_budget(numerics, routes, bits=bits, dim=dims[0], value_dim=dims[1], kv_heads=2, queries=2, keys=300)

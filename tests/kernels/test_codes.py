@@ -51,8 +51,8 @@ def test_rounding_for_queries_changes_their_scores_least(bits: int) -> None:
     metric, record = Metric.of(query.mT @ query), Record(bits, 64, 64)
     plain, chosen = encode(key, value, bits), encode(key, value, bits, metric)
     assert score_error(chosen, key, query, record) < 0.5 * score_error(plain, key, query, record)
-    mine, other = decode(plain, record), decode(chosen, record)
-    assert torch.equal(mine[1], other[1]), "values are coded alike"
+    nearest, chosen_values = decode(plain, record), decode(chosen, record)
+    assert torch.equal(nearest[1], chosen_values[1]), "the metric concerns keys only"
 
 
 def test_queries_without_a_preference_round_each_number_by_itself() -> None:

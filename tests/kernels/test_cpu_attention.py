@@ -221,11 +221,11 @@ def random_mask(batch: int, queries: int, keys: int, seed: int) -> Tensor:
 
 @pytest.mark.usefixtures("kernels_only")
 @pytest.mark.parametrize(("queries", "keys"), [(70, 70), (40, 200), (5, 140)])
-@pytest.mark.parametrize("kind", MASKS)
-def test_masks(numerics: ModuleType, kind: str, queries: int, keys: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(numerics: ModuleType, name: str, queries: int, keys: int, dtype: torch.dtype) -> None:
     def make(seed: int) -> Arguments:
         arguments = case(seed, 4, 2, queries, keys, batch=3, dtype=dtype)
-        return {**arguments, "sink_size": 4, **MASKS[kind](queries, keys, seed)}
+        return {**arguments, "sink_size": 4, **MASKS[name](queries, keys, seed)}
 
     check(numerics, make, seeds_of(dtype) // 2)
 
@@ -344,7 +344,7 @@ def test_scores_that_rise_from_block_to_block(numerics: ModuleType, queries: int
 @pytest.mark.parametrize("queries", [150, 5])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("what", ["query", "key", "value"])
-def test_what_is_not_finite_is_visible_in_the_rows_that_see_it(
+def test_a_number_that_is_not_finite_reaches_the_rows_that_see_it(
     numerics: ModuleType, what: str, poison: float, queries: int, dtype: torch.dtype
 ) -> None:
     """A value's scale covers its block, so it may reach every row that sees a key of that block, and no other."""
@@ -366,7 +366,7 @@ def test_what_is_not_finite_is_visible_in_the_rows_that_see_it(
 @pytest.mark.parametrize("queries", [90, 5])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 1e30])
 @pytest.mark.parametrize("side", ["left", "right", "start"])
-def test_what_nobody_sees_has_no_effect(
+def test_hidden_keys_have_no_effect(
     numerics: ModuleType, side: str, poison: float, queries: int, dtype: torch.dtype
 ) -> None:
     keys = 90
@@ -474,7 +474,7 @@ def test_autocast_changes_nothing(numerics: ModuleType) -> None:
         ({}, torch.double),
     ],
 )
-def test_what_the_kernels_do_not_compute_is_the_references(
+def test_calls_outside_the_kernels_equal_the_reference(
     numerics: ModuleType, options: Arguments, dtype: torch.dtype
 ) -> None:
     arguments = {**case(batch=2, dtype=dtype), **options}
@@ -519,16 +519,14 @@ print(kernels.isa(), len({line.split()[-1] for line in open("/proc/self/maps") i
     assert done.stdout.split() == ["portable", "1"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "answer"), [("portable", "portable"), ("sse9", "ValueError: QUANTSINK_CPU_ISA=sse9")]
-)
-def test_the_environment_chooses_an_instruction_set_or_is_told_why_not(wanted: str, answer: str) -> None:
+@pytest.mark.parametrize(("name", "answer"), [("portable", "portable"), ("sse9", "ValueError: QUANTSINK_CPU_ISA=sse9")])
+def test_the_environment_variable_chooses_an_instruction_set_or_is_refused(name: str, answer: str) -> None:
     code = "import quantsink.kernels, quantsink.kernels._cpu as c; print(c.isa())"
     child = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "QUANTSINK_CPU_ISA": wanted}, capture_output=True, text=True
+        [sys.executable, "-c", code], env={**os.environ, "QUANTSINK_CPU_ISA": name}, capture_output=True, text=True
     )
     assert answer in child.stdout + child.stderr
-    assert (child.returncode == 0) == (wanted == "portable")
+    assert (child.returncode == 0) == (name == "portable")
 
 
 @pytest.mark.usefixtures("kernels_only")

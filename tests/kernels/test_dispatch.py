@@ -25,7 +25,7 @@ class Seen(TorchDispatchMode):
 
 
 class Marked(Tensor):
-    """A subclass that looks at what is done with it."""
+    """A subclass that records what is called on it."""
 
     seen: ClassVar[list[str]] = []
 
@@ -58,58 +58,58 @@ def test_a_plain_call_is_unwatched(context: Callable[[], AbstractContextManager[
 
 
 def test_what_watches_is_noticed() -> None:
-    found = {}
+    answers = {}
 
     def look(x: Tensor) -> Tensor:
-        found["transform"] = unwatched()
+        answers["transform"] = unwatched()
         return x.sum()
 
     with Seen():
-        found["mode"] = unwatched()
+        answers["mode"] = unwatched()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        found["profiler"] = unwatched()
+        answers["profiler"] = unwatched()
     torch.func.grad(look)(torch.ones(3))
 
     def traced(x: Tensor) -> Tensor:
-        found["tracer"] = unwatched()
+        answers["tracer"] = unwatched()
         return x + 1
 
     torch.jit.trace(traced, torch.ones(2), check_trace=False)
-    assert found == {"mode": False, "profiler": False, "transform": False, "tracer": False}
+    assert answers == {"mode": False, "profiler": False, "transform": False, "tracer": False}
     assert unwatched()
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_modes_tracers_and_profilers_see_the_operator(name: str) -> None:
-    call, given = CALLS[name]()
-    plain = call(given)
+    call, x = CALLS[name]()
+    plain = call(x)
     with Seen() as seen:
-        assert torch.equal(call(given), plain)
+        assert torch.equal(call(x), plain)
     assert name in seen.names
-    graph = torch.jit.trace(call, given, check_trace=False)
+    graph = torch.jit.trace(call, x, check_trace=False)
     assert name.replace(".default", "").replace(".", "::") in str(graph.graph)
-    other = given * 2 + 1
+    other = x * 2 + 1
     assert torch.equal(graph(other), call(other))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call(given)
+        call(x)
     assert any(name.split(".")[1] in event.name for event in profile.events())
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_a_default_device_changes_nothing(name: str, device: str) -> None:
-    call, given = CALLS[name]()
-    expected = call(given)
+    call, x = CALLS[name]()
+    expected = call(x)
     with torch.device(device):
-        assert torch.equal(call(given), expected)
+        assert torch.equal(call(x), expected)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_flags_of_a_tensor_are_heeded(name: str) -> None:
     """One that is negated or zero by a flag holds other numbers than its memory."""
-    call, given = CALLS[name]()
-    assert torch.equal(call(torch._neg_view(given)), call(-given))
-    assert torch.equal(call(torch._efficientzerotensor(given.shape)), call(torch.zeros_like(given)))
+    call, x = CALLS[name]()
+    assert torch.equal(call(torch._neg_view(x)), call(-x))
+    assert torch.equal(call(torch._efficientzerotensor(x.shape)), call(torch.zeros_like(x)))
 
 
 def test_tensors_on_another_device_are_refused() -> None:
@@ -130,9 +130,9 @@ def test_tensors_on_another_device_are_refused() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_subclass_sees_the_operator(name: str) -> None:
-    call, given = CALLS[name]()
-    expected = call(given)
+    call, x = CALLS[name]()
+    expected = call(x)
     Marked.seen.clear()
-    found = call(given.as_subclass(Marked))
+    marked = call(x.as_subclass(Marked))
     assert name.split(".")[1] in " ".join(Marked.seen)
-    torch.testing.assert_close(found.as_subclass(Tensor), expected, rtol=0, atol=0)
+    torch.testing.assert_close(marked.as_subclass(Tensor), expected, rtol=0, atol=0)

@@ -14,6 +14,7 @@ from quantsink.kernels.quantized_linear import cpu
 from quantsink.kernels.quantized_linear.reference import reference
 
 SIZES = [(1, 576, 192), (3, 65, 97), (8, 63, 48), (9, 1, 7), (16, 576, 33), (33, 65, 49), (130, 577, 101), (2, 64, 1)]
+slow = pytest.mark.slow
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 INPUTS = [(kind, rows) for kind in ("native", "per_token", "static") for rows in ("plain", "native")]
 INPUTS += [("static", "table")]
@@ -120,7 +121,7 @@ def test_every_size_and_type(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("m", [1, 8, 9, 33])
+@pytest.mark.parametrize("m", [1, pytest.param(8, marks=slow), 9, pytest.param(33, marks=slow)])
 @pytest.mark.parametrize(("activations", "sink_rows"), INPUTS)
 @pytest.mark.parametrize("native", ["none", "rows", "columns", "both"])
 def test_every_option(

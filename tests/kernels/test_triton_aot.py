@@ -158,9 +158,9 @@ def test_nothing_spills_to_local_memory(rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_shared_memory_fits_the_card(rows: list[dict[str, Any]], architecture: int) -> None:
-    mine = [row for row in rows if row["architecture"] == architecture]
-    assert mine
-    assert names([row for row in mine if row["shared"] > SHARED[architecture]]) == []
+    compiled_rows = [row for row in rows if row["architecture"] == architecture]
+    assert compiled_rows
+    assert names([row for row in compiled_rows if row["shared"] > SHARED[architecture]]) == []
 
 
 def test_rounding_and_division_are_what_the_reference_does(rows: list[dict[str, Any]]) -> None:

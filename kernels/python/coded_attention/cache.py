@@ -53,8 +53,8 @@ class CodedKV:
         k, v = (x[:, :, first:last].unflatten(2, (blocks, BLOCK)) for x in (key, value))
         coded = []
         for width in banks:
-            mine = [w == width for w in widths]
-            coded.append(encode(k[:, mine], v[:, mine], width))
+            chosen = [w == width for w in widths]
+            coded.append(encode(k[:, chosen], v[:, chosen], width))
         return cls(
             key[:, :, :first],
             value[:, :, :first],

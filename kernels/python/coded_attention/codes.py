@@ -149,12 +149,12 @@ def encode(key: Tensor, value: Tensor, bits: int, metric: Metric | None = None) 
     value_scale = torch.cat([scale for _, scale, _ in parts], 2).transpose(1, 2)
     value_zero = torch.cat([zero for _, _, zero in parts], 2).transpose(1, 2)
     out = torch.empty(len(k), record.nbytes, dtype=torch.uint8, device=key.device)
-    found = (
+    tensors = (
         pack(key_codes.transpose(1, 2), bits), as_bytes(key_scale), as_bytes(key_zero),
         pack(value_codes, bits), as_bytes(value_scale), as_bytes(value_zero),
     )  # fmt: skip
-    for where, what in zip(record.parts, found, strict=True):
-        out[:, where] = what
+    for part, tensor in zip(record.parts, tensors, strict=True):
+        out[:, part] = tensor
     records: Tensor = out.view(*key.shape[:-2], record.nbytes)
     return records
 
@@ -225,8 +225,8 @@ def rounded(key: Tensor, zero: Tensor, scale: Tensor, bits: int, metric: Metric,
         if d + 1 < dim:
             rest[d + 1 :] -= error * metric.factor[:, d, d + 1 :].T[:, :, None, None]
     back = torch.empty_like(codes).scatter_(0, metric.order.T[:, :, None, None].expand_as(codes), codes)
-    found: Tensor = back.unflatten(2, (batch, each)).permute(2, 1, 3, 4, 0).reshape(blocks, BLOCK, dim)
-    return found
+    chosen: Tensor = back.unflatten(2, (batch, each)).permute(2, 1, 3, 4, 0).reshape(blocks, BLOCK, dim)
+    return chosen
 
 
 def asymmetric(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:

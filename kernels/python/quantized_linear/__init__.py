@@ -31,8 +31,8 @@ def _reference(x: Tensor, sink: Tensor | None, *layer: object) -> Tensor:
 @torch.library.impl("quantsink::quantized_linear", "CPU")
 def _cpu(x: Tensor, sink: Tensor | None, *tensors: object) -> Tensor:
     layer = Layer(*tensors)  # type: ignore[arg-type]
-    found = cpu.multiply(x, sink, (layer,))
-    return reference(x, sink, layer) if found is None else found[0]
+    outputs = cpu.multiply(x, sink, (layer,))
+    return reference(x, sink, layer) if outputs is None else outputs[0]
 
 
 _operator = torch.ops.quantsink.quantized_linear.default
@@ -59,9 +59,9 @@ def quantized_linear(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:
     Raises:
         ValueError: an input of another shape or on another device than the layer's, unknown activations.
     """
-    found = quantized_linears(x, sink, (layer,))
-    if found is not None:
-        return found[0]
+    outputs = quantized_linears(x, sink, (layer,))
+    if outputs is not None:
+        return outputs[0]
     if x.dim() != 2 or layer.weight.dim() != 2:
         raise ValueError(
             f"quantized_linear: an input {list(x.shape)} for weights {list(layer.weight.shape)}; give [M, K] for [N, K]"
@@ -75,9 +75,10 @@ def quantized_linear(x: Tensor, sink: Tensor | None, layer: Layer) -> Tensor:
 
 
 def quantized_linears(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -> list[Tensor] | None:
-    """`quantized_linear` of several layers with the same kind of activations, bit for bit, in one pass over their
-    input. None where that is not to be had: elsewhere than on the CPU, without the C++ kernels, and where somebody
-    wants to see operators (`torch.compile`, a profiler)."""
+    """`quantized_linear` of several layers with the same activations, bit for bit, in one pass over the input.
+
+    None off the CPU, without the C++ kernels, and where something watches operators (`torch.compile`, a profiler).
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         return None
     if not direct(x, sink, *(tensor for layer in layers for tensor in layer[:-1])):

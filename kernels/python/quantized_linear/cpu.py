@@ -11,12 +11,14 @@ from quantsink.kernels.quantized_linear.reference import Layer
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INPUTS = {"native": 0, "per_token": 1, "static": 2}
 UNQUANTIZED_ROWS = 16
-"""Up to so many rows of native activations read the INT8 weights directly; for more, widening the weights pays."""
+"""Up to this many rows of native activations read the INT8 weights directly; above, converting the weights pays."""
 
 
 def multiply(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -> list[Tensor] | None:
-    """The outputs of layers of one kind of activations, whose input `[M, K]` is read once where they turn it into the
-    same codes. None where C++ does not know the types or does not find the tensors as it expects them."""
+    """The outputs of layers with the same activations; `x` `[M, K]` is read once where all need the same codes.
+
+    None for types and memory layouts that C++ does not take.
+    """
     built = library()
     if built is None or not layers or x.dim() != 2 or x.dtype not in TYPES or not _inside(sink, len(x)):
         return None
@@ -57,9 +59,11 @@ def multiply(x: Tensor, sink: Tensor | None, layers: Sequence[Layer]) -> list[Te
 
 
 def _fits(layer: Layer, k: int, activations: str) -> bool:
-    """Whether C++ finds the layer's tensors as it expects them; the columns' indices it looks at itself."""
-    weight, scale, bias, _, _, columns, index, input_scale, sink_scale, kind = layer
-    if kind != activations or kind not in INPUTS or (kind == "static") != (input_scale is not None):
+    """Whether types, shapes and layout are those that C++ takes; it checks the columns' indices itself."""
+    weight, scale, bias, _, _, columns, index, input_scale, sink_scale, layer_activations = layer
+    if layer_activations != activations or activations not in INPUTS:
+        return False
+    if (activations == "static") != (input_scale is not None):
         return False
     if weight.dtype != torch.int8 or weight.dim() != 2 or weight.shape[1] != k or not weight.is_contiguous():
         return False
