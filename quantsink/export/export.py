@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,19 @@ from quantsink.hf.quantizer import quantize
 from quantsink.kernels import Route
 from quantsink.models.architecture import Architecture
 from quantsink.models.fingerprint import model_fingerprint
-from quantsink.models.source import Source, check_device, find
+from quantsink.models.source import check_device, find
 from quantsink.plan import Plan
-from quantsink.progress import Progress
+from quantsink.progress import Progress, Say
 from quantsink.recipe import Recipe
 
 HELDOUT = "builtin:heldout"
 HELDOUT_WINDOWS = 2
 HELDOUT_LENGTH = 512
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Exported:
-    """What came out: `quantsink export --json` prints it."""
+    """The result, as `quantsink export --json` prints it."""
 
     checkpoint: str
     recipe: str
@@ -72,23 +69,23 @@ def export(
     say: Say = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> Exported:
-    """Quantize MODEL and write a checkpoint to `out`; every check that can fail comes before anything is written.
+    """Quantize MODEL and write a checkpoint to `out`; every check that can fail is made before anything is written.
 
     Its tensors go one by one from the model's safetensors to the checkpoint, so memory is needed for one of them, not
     for the model. The model is loaded as a whole only to be measured, where it fits into memory twice, and where
     transformers converts its tensors on loading.
 
     Args:
-        native_heads: overrides the recipe's; this many heads with the largest measured error stay native.
-        kv_bits: overrides the recipe's; the loaded model makes a `SinkCache` of so many bits for itself.
+        native_heads: overrides the recipe's; keep this many heads with the largest measured error native.
+        kv_bits: overrides the recipe's; the loaded model keeps its KV cache in this many bits per number.
         dtype: type of everything that stays native; auto is the checkpoint's own (float32 for GGUF).
-        device: what the model is measured on.
-        measure: measure KL and perplexity on a little held-out text for the model card, if there is memory for it.
-        name: what the model card calls the model; MODEL if left out.
-        notes: lines for the model card, beside those that MODEL itself calls for.
-        trust_remote_code: run the code that MODEL brings along, where transformers has none for it.
-        say: told what is being done, a line each.
-        progress: told `(what, done, total)` in MB.
+        device: the model is measured on it.
+        measure: measure KL and perplexity on held-out text for the model card, if there is memory for it.
+        name: the model's name in the model card; by default MODEL.
+        notes: lines for the model card, after those about MODEL itself.
+        trust_remote_code: run custom code from MODEL's repository.
+        say: called with a line on each step.
+        progress: called with `(step, done, total)` in MB.
     """
     target = Path(out)
     for place in (Path(model), Path(calibration)):
@@ -97,46 +94,52 @@ def export(
     if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", max_shard_size):
         raise UsageError(f"--max-shard-size {max_shard_size}: a size like 500MB or 5GB")
     check_free(target, is_checkpoint, force=force)
-    found = Calibration.load(calibration)
-    wanted = Recipe.load(recipe)
+    calibrated = Calibration.load(calibration)
+    chosen = Recipe.load(recipe)
     if native_heads is not None:
-        wanted = dataclasses.replace(wanted, attention=dataclasses.replace(wanted.attention, native_heads=native_heads))
+        chosen = dataclasses.replace(chosen, attention=dataclasses.replace(chosen.attention, native_heads=native_heads))
     if kv_bits is not None:
-        wanted = dataclasses.replace(wanted, kv_cache=dataclasses.replace(wanted.kv_cache, bits=kv_bits))
-    decided = plan(found, wanted)
+        chosen = dataclasses.replace(chosen, kv_cache=dataclasses.replace(chosen.kv_cache, bits=kv_bits))
+    model_plan = plan(calibrated, chosen)
     source = find(model)
+    if source.gguf is None:
+        calibrated.check_config(source.config(trust_remote_code), model)
     tokenizer = source.tokenizer(trust_remote_code)
     check_device(torch.empty(0), device)
-    predicts = all(layer.causal for layer in found.layers)
-    text = read_heldout(tokenizer, found) if measure and predicts else None
+    predicts = all(layer.causal for layer in calibrated.layers)
+    text = read_heldout(tokenizer, calibrated) if measure and predicts else None
     ready: Any
     try:
         ready = stream(source, dtype, trust_remote_code, progress)
     except NotStreamableError as reason:
         say(f"{model}: {reason}; loading it whole")
         ready = source.model(dtype, device, trust_remote_code)
-        found.check_model(model_fingerprint(ready), Architecture.of(ready), model)
+        calibrated.check_model(model_fingerprint(ready), Architecture.of(ready), model)
         check_generation(ready, model)
         parameters = sum(parameter.numel() for parameter in ready.parameters())
         _tell(say, text)
-        measured = _quantize(ready, decided, text)
+        measured = _quantize(ready, model_plan, text)
     else:
-        found.check_model(ready.fingerprint(), Architecture.of(ready.model), model)
+        calibrated.check_model(ready.fingerprint(), Architecture.of(ready.model), model)
         check_generation(ready.model, model)
         parameters = ready.parameters
-        measured = _measure(source, ready, decided, text, dtype, device, trust_remote_code, say)
-        ready.quantize(decided)
+        text = _if_it_fits(text, ready, say)
+        _tell(say, text)
+        measured = None
+        if text is not None:
+            measured = _quantize(source.model(dtype, device, trust_remote_code), model_plan, text)
+        ready.quantize(model_plan)
     label = Path(str(recipe)).stem if not isinstance(recipe, Recipe) else "custom"
-    card = model_card(name or model, label, found, decided, parameters, measured, (*source.notes, *notes))
+    card = model_card(name or model, label, calibrated, model_plan, parameters, measured, (*source.notes, *notes))
     say(f"writing {target}")
     save(ready, target, tokenizer=tokenizer, card=card, force=force, max_shard_size=max_shard_size)
     size = payload_bytes(target)
-    heads = {route.name.lower(): decided.count(route) for route in Route} if decided.attentions else {}
-    return Exported(str(target), label, size, parameters, size * 8 / parameters, heads, decided.notes, measured)
+    heads = {route.name.lower(): model_plan.count(route) for route in Route} if model_plan.attentions else {}
+    return Exported(str(target), label, size, parameters, size * 8 / parameters, heads, model_plan.notes, measured)
 
 
 def check_generation(model: Any, name: str) -> None:
-    """transformers refuses to save some generation configs; find out before hours of work."""
+    """Refuse a generation config that transformers would refuse to save, before hours of work."""
     if not hasattr(model, "generation_config"):
         return
     try:
@@ -147,7 +150,7 @@ def check_generation(model: Any, name: str) -> None:
 
 
 def read_heldout(tokenizer: Any, calibration: Calibration) -> EvalText | None:
-    """Text that this calibration did not read; None where there is none."""
+    """Text that this calibration did not read, or None."""
     if any(domain.spec == HELDOUT for domain in calibration.domains):
         return None
     try:
@@ -166,35 +169,31 @@ def _tell(say: Say, text: EvalText | None) -> None:
     say("quantizing" if text is None else f"quantizing, and measuring on {text.scored:,} held-out tokens")
 
 
-def _measure(
-    source: Source, ready: StreamedModel, decided: Plan, text: EvalText | None, dtype: str, device: str, trust: bool,
-    say: Say,
-) -> Measured | None:  # fmt: skip
-    """Measure the model in memory before its tensors are streamed, if it fits there beside its quantized self."""
-    needed, there = 2 * ready.bytes, available_memory()
-    if text is not None and there is not None and needed > there:
-        say(f"not measured: that takes {needed / 1e9:.1f} GB of memory, {there / 1e9:.1f} GB are free")
-        text = None
-    _tell(say, text)
-    return None if text is None else _quantize(source.model(dtype, device, trust), decided, text)
+def _if_it_fits(text: EvalText | None, ready: StreamedModel, say: Say) -> EvalText | None:
+    """`text` where the model and its quantized self fit into memory; else None, and the reason is told."""
+    needed, available = 2 * ready.bytes, available_memory()
+    if text is None or available is None or needed <= available:
+        return text
+    say(f"not measured: that takes {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free")
+    return None
 
 
 def available_memory() -> int | None:
     """Bytes that this process can still take, by the machine, its cgroup and its own limits; None where unknown."""
-    found = []
+    free = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     with contextlib.suppress(OSError, ValueError):
         page = os.sysconf("SC_PAGE_SIZE")
-        if not found:
-            found += [os.sysconf("SC_PHYS_PAGES") * page]
+        if not free:
+            free += [os.sysconf("SC_PHYS_PAGES") * page]
         size, resident, _, _, _, data, _ = (int(n) * page for n in Path("/proc/self/statm").read_text().split())
-        found += [limit - resident for limit in _cgroup_limits()]
+        free += [limit - resident for limit in _cgroup_limits()]
         for kind, used in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
             limit = resource.getrlimit(kind)[0]
-            found += [limit - used] if limit != resource.RLIM_INFINITY else []
-    return min(found, default=None)
+            free += [limit - used] if limit != resource.RLIM_INFINITY else []
+    return min(free, default=None)
 
 
 def _cgroup_limits() -> list[int]:
@@ -215,13 +214,13 @@ def _cgroup_limits() -> list[int]:
     return limits
 
 
-def _quantize(model: Any, decided: Plan, text: EvalText | None) -> Measured | None:
+def _quantize(model: Any, model_plan: Plan, text: EvalText | None) -> Measured | None:
     if text is None:
-        quantize(model, decided)
+        quantize(model, model_plan)
         return None
     with log_probs() as store:
         before = score_reference(model, text.windows, store)
-        quantize(model, decided)
+        quantize(model, model_plan)
         after = score(model, text.windows, store, name="quantized")
     agreed = sum(window.top1 for window in after) / text.scored
     return Measured(text.name, text.scored, perplexity(before), perplexity(after), kl_mean(after), agreed)

@@ -412,6 +412,82 @@ def test_the_version_is_the_packages(capsys):
     assert run(capsys, "--version") == (0, f"quantsink {importlib.metadata.version('quantsink')}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["--bogus"], "quantsink"),
+        (["bogus"], "quantsink"),
+        (["calibrate"], "quantsink calibrate"),
+        (["export", "--bogus"], "quantsink export"),
+        (["report", "m", "-o", "r", "--length", "abc"], "quantsink report"),
+        (["lab", "bogus"], "quantsink lab"),
+        (["lab", "trigger"], "quantsink lab trigger"),
+    ],
+)
+def test_an_error_points_to_the_help_of_its_own_command(arguments, command, capsys):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.endswith(f" See {command} --help.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "type_", "message"),
+    [
+        (["export", "--bogus"], 2, "UsageError", "No such option: --bogus"),
+        (["inspect", "{tmp}"], 2, "UsageError", "neither a calibration"),
+        (["recipe", "w9"], 2, "RecipeError", "neither a preset"),
+        (["calibrate", "{tmp}/none", "-o", "{tmp}/o"], 1, "ModelError", "neither a folder"),
+    ],
+)
+def test_with_json_an_error_is_one_object_on_stdout(arguments, code, type_, message, capsys, tmp_path):
+    arguments = [argument.format(tmp=tmp_path) for argument in arguments]
+    exit_code, out, err = run(capsys, *arguments, "--json")
+    error = json.loads(out)["error"]
+    assert (exit_code, error["exit_code"], error["type"]) == (code, code, type_)
+    assert message in error["message"]
+    assert last(err) == f"quantsink: {error['message']}"
+
+
+def test_with_json_an_unexpected_exception_is_one_object_on_stdout(capsys, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("first line\nsecond line")
+
+    monkeypatch.setattr("quantsink.recipe.Recipe.load", fail)
+    code, out, _ = run(capsys, "recipe", "w8a8", "--json")
+    message = "ZeroDivisionError: first line second line; --debug shows the traceback"
+    assert code == 1
+    assert json.loads(out) == {"error": {"type": "ZeroDivisionError", "message": message, "exit_code": 1}}
+
+
+def test_with_json_ctrl_c_is_one_object_on_stdout(capsys, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantsink.recipe.Recipe.load", stop)
+    code, out, _ = run(capsys, "recipe", "w8a8", "--json")
+    assert (code, json.loads(out)["error"]["type"]) == (130, "KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("command", ["export", "report"])
+def test_a_calibration_of_another_model_type_is_refused_before_the_model_loads(
+    command, work, capsys, tmp_path, monkeypatch
+):
+    def refuse(*_, **__):
+        pytest.fail("the weights were read")
+
+    shutil.copytree(work / "model", tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
+    monkeypatch.setattr("quantsink.models.source.Source.model", refuse)
+    monkeypatch.setattr("quantsink.models.source.Source.weight_files", refuse)
+    code, out, err = run(
+        capsys, command, tmp_path / "other", "--calibration", work / "calibration", "-o", tmp_path / "o"
+    )
+    assert (code, out) == (1, "")
+    assert "its model type is mistral" in last(err)
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize("command", [[], ["export"], ["lab"], ["lab", "trigger"]])
 def test_h_is_help(command, capsys):
     assert run(capsys, *command, "-h") == run(capsys, *command, "--help")
