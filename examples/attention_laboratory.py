@@ -19,9 +19,9 @@ from quantsink.eval.lab import (
 
 
 def main() -> None:
-    chosen = normalizer(sys.argv[1] if len(sys.argv) > 1 else "softmax")
+    weights_of_scores = normalizer(sys.argv[1] if len(sys.argv) > 1 else "softmax")
     task = Task(length=16)
-    for spec in (AttentionSpec(chosen), AttentionSpec(chosen, (OutputGate(),))):
+    for spec in (AttentionSpec(weights_of_scores), AttentionSpec(weights_of_scores, (OutputGate(),))):
         model = trained(task, spec, seed=0)
 
         batch = task.batch(1024, torch.Generator().manual_seed(1))
@@ -34,10 +34,10 @@ def main() -> None:
         long = Task(length=256).batch(16, torch.Generator().manual_seed(2))
         with torch.no_grad(), in_8_bits(model, None):
             exact = model(long.features)
-        for words, bits in (("all keys in 8 bits", Bits()), ("the BOS token exact", Bits(exact=(0,)))):
+        for label, bits in (("all keys in 8 bits", Bits()), ("the BOS token exact", Bits(exact=(0,)))):
             with torch.no_grad(), in_8_bits(model, bits):
                 error = (model(long.features) - exact).norm() / exact.norm()
-            print(f"  {words}: relative error {error:.4f} at {long.features.shape[1]} tokens")
+            print(f"  {label}: relative error {error:.4f} at {long.features.shape[1]} tokens")
 
         if spec.expressible:
             calibration = quantsink.calibrate(model, None, long.features, seq_len=256)

@@ -1,5 +1,5 @@
 """The attention laboratory: normalizers and sink mechanisms that compose, models trained in seconds, profiles of real
-models, and what 8 bits does to each. From the command line: `quantsink lab`; what it found: docs/laboratory.md.
+models, and what 8 bits does to each. Command line: `quantsink lab`; findings: docs/laboratory.md.
 """
 
 from quantsink.eval.lab.attention import AttentionSpec, Inputs, LabAttention

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quantsink.errors import UsageError
@@ -67,7 +67,7 @@ def vision(seeds: int | None, quick: bool, workers: int | None, progress: Progre
 
 def check_vision() -> None:
     if importlib.util.find_spec("sklearn") is None:
-        raise UsageError("lab vision: the digits come with scikit-learn; pip install 'quantsink[lab]'")
+        raise UsageError("lab vision: scikit-learn, which has the digits, is missing; pip install 'quantsink[lab]'")
 
 
 def profile(
@@ -85,18 +85,18 @@ def profile(
     from quantsink.eval.lab.profile_weights import Passes
     from quantsink.eval.lab.streaming import measure_streaming
 
-    told: Callable[[str, int, int], None] | None = None
+    named: Progress | None = None
     if progress is not None:
         report = progress
 
-        def told(what: str, done: int, total: int) -> None:
+        def named(what: str, done: int, total: int) -> None:
             report(f"{name}: {what}", done, total)
 
     started = time.monotonic()
     passes: Passes = {}
     settings, sizes = profile_sizes(name, model, quick)
-    measured = measure_profile(model, tokenizer, name=name, text=data, settings=settings, passes=passes, progress=told)
-    stream = measure_streaming(model, tokenizer, name=name, text=data, passes=passes, progress=told, **sizes)
+    measured = measure_profile(model, tokenizer, name=name, text=data, settings=settings, passes=passes, progress=named)
+    stream = measure_streaming(model, tokenizer, name=name, text=data, passes=passes, progress=named, **sizes)
     tables = [*profile_tables.profile_tables(measured), profile_tables.streaming_table(stream)]
     short = "".join(letter if letter.isalnum() else "-" for letter in name.removesuffix(".gguf")).lower()
     pictures = {f"{short}-{file}": data for file, data in profile_plots.profile_plots(measured, stream).items()}
@@ -116,10 +116,10 @@ LEAST = 136
 
 
 def profile_sizes(name: str, model: Any, quick: bool) -> tuple[Any, dict[str, int]]:
-    """What of a profile fits into the model's context: its settings, and streaming's.
+    """Settings of a profile and of streaming that fit into the model's context.
 
     Raises:
-        UsageError: a context that is too short for any.
+        UsageError: the context is too short for any profile.
     """
     from quantsink.eval.lab.profile import ProfileSettings
     from quantsink.eval.lab.streaming import SINKS, WINDOW

@@ -1,4 +1,4 @@
-"""Many small trainings, one a process: a model of a few thousand numbers gains nothing from a second thread."""
+"""Many small trainings, one per process: a model of a few thousand parameters gains nothing from a second thread."""
 
 import multiprocessing
 import os
@@ -27,8 +27,8 @@ def run_jobs(
     """`function` of every job, in their order; each runs on one thread, so results do not depend on `workers`.
 
     Args:
-        function: of a module, so that another process finds it. Jobs and results must be picklable.
-        workers: processes; None: as many as there are cores. With 1 all runs in this process.
+        function: defined in a module, so that another process can import it. Jobs and results must be picklable.
+        workers: processes; None: one per core. With 1, everything runs in this process.
     """
     count = min(workers or len(os.sched_getaffinity(0)), len(jobs))
     done = 0
@@ -57,13 +57,13 @@ def run_jobs(
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for worker in set(multiprocessing.active_children()) - others:
-                    worker.terminate()  # what is stopped does not train on for a minute
+                    worker.terminate()  # or its training would go on for a minute
                 raise
     return [results[index] for index in range(len(jobs))]
 
 
 def _begin() -> None:
-    """Of a worker: one thread, and Ctrl-C is its parent's affair."""
+    """Start a worker: one thread, and Ctrl-C is left to its parent."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""What a laboratory command leaves: a folder with the figures as JSON, the tables as Markdown and the pictures."""
+"""What a laboratory command writes: a folder with the figures as JSON, the tables as Markdown, and the pictures."""
 
 import dataclasses
 import importlib.metadata
@@ -19,7 +19,7 @@ FACTS, TABLES = "lab.json", "tables.md"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One experiment, done. `data` is plain: it goes to JSON as it is."""
+    """The result of one experiment. `data` is plain and goes to JSON as it is."""
 
     name: str
     title: str

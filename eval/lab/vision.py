@@ -79,7 +79,7 @@ def digits() -> Pictures:
     try:
         datasets = importlib.import_module("sklearn.datasets")
     except ImportError as error:
-        raise UsageError("the digits come with scikit-learn, which is missing; pip install 'quantsink[lab]'") from error
+        raise UsageError("scikit-learn, which has the digits, is missing; pip install 'quantsink[lab]'") from error
     source = datasets.load_digits()
     pixels = torch.tensor(source.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(source.target, dtype=torch.long)

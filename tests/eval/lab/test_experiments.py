@@ -37,6 +37,6 @@ def test_a_context_of_200_tokens_has_a_profile(tiny_llama: Callable[..., Any], t
     assert all(name.startswith("short.gguf: ") for name in told)
 
 
-def test_a_context_too_short_is_told_before_any_work(tiny_llama: Callable[..., Any]) -> None:
+def test_a_context_that_is_too_short_is_refused_before_any_work(tiny_llama: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match=r"^m: its context of 128 tokens is too short for a profile, which needs 136$"):
         experiments.profile(tiny_llama(max_position_embeddings=128), None, "m", "builtin:prose", True)

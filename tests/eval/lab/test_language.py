@@ -231,7 +231,7 @@ def test_head_masses_of_every_sink() -> None:
     assert all(h.total < 1 for h in head_masses(loud(SOFTMAX1), windows))
 
 
-def test_activations_tell_bos_from_the_others() -> None:
+def test_activations_separate_bos_from_other_tokens() -> None:
     model = loud()
     with torch.no_grad():
         model.embed.weight[BOS] = 0
@@ -244,7 +244,7 @@ def test_activations_tell_bos_from_the_others() -> None:
 
 
 @pytest.mark.parametrize("spec", [SOFTMAX, LEARNED, VARIANTS[2], VARIANTS[4]], ids=lambda spec: spec.name)
-def test_nothing_in_8_bits_changes_nothing(spec: AttentionSpec) -> None:
+def test_bits_without_parts_change_nothing(spec: AttentionSpec) -> None:
     model = loud(spec)
     before = weights_of(model).clone()
     nothing, all_of_it = eight_bits(model, some(), {"nothing": Bits(parts=()), "all": Bits()})
@@ -307,7 +307,7 @@ def test_positions_in_a_cache_are_those_of_a_text_that_holds_only_what_it_keeps(
             assert not torch.allclose(model.run(ids)[:, -1], found, atol=1e-3)
 
 
-def test_step_times_are_one_a_step_and_variant() -> None:
+def test_each_step_of_each_variant_has_a_time() -> None:
     found = step_times((SOFTMAX, SOFTMAX1), text(), SHORT, 0)
     assert [len(times) for times in found] == [6, 6]
     assert all(time > 0 for times in found for time in times)

@@ -431,6 +431,6 @@ def test_learnable_sinks_have_their_own_limit_on_gradients() -> None:
         (lambda: Chunked(nn.Identity(), DIM, 0), "chunk 0"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(wrong: Callable[[], object], says: str) -> None:
+def test_invalid_settings_are_refused(wrong: Callable[[], object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         wrong()

@@ -114,7 +114,7 @@ def test_a_model_is_itself_again_afterwards() -> None:
             torch.testing.assert_close(model(x), before)
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(UsageError, match="unit 'column' is not one of fixed, row, block"):
         Bits("column")
     with pytest.raises(UsageError, match="not among scores, weights, values"):

@@ -268,7 +268,7 @@ def test_a_length_is_chosen_that_the_model_has_room_for(tiny_llama: Build, token
     assert found.tokens == 512
 
 
-def test_what_cannot_be_meant_is_refused(tiny_llama: Build, tiny_gemma: Build, tokenizer: Any, prose: Path) -> None:
+def test_invalid_settings_are_refused(tiny_llama: Build, tiny_gemma: Build, tokenizer: Any, prose: Path) -> None:
     def call(model: Any, **options: Any) -> Any:
         return measure_streaming(model, tokenizer, name="m", **{"text": str(prose), "window": 64, **options})
 

@@ -199,7 +199,7 @@ def test_digits_are_learned_and_no_test_picture_is_read() -> None:
     assert accuracy(logits, given.labels[given.test]) > 0.4, "guesses would have 0.1"
 
 
-def test_a_training_that_diverges_says_so() -> None:
+def test_a_diverged_training_names_variant_and_seed() -> None:
     given = digits()
     broken = dataclasses.replace(given, pixels=given.pixels * torch.nan)
     with pytest.raises(QuantSinkError, match=r"softmax \+ gate, seed 5: the training diverged; give a lower rate"):
