@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quantsink.calibration.collect import FIRST_ROW
 from quantsink.calibration.text import parse_spec
 from quantsink.calibration.text import windows as tokenized
 from quantsink.errors import ArchitectureError, DataError, ModelError, UsageError
-from quantsink.kernels import Route, sink_attention
 from quantsink.models.architecture import Architecture
 from quantsink.models.head_layout import AttentionLayer
 from quantsink.models.inputs import input_device
+from quantsink.models.native_attention import native_attention
 from quantsink.models.observe import Attend, intercepting
 from quantsink.models.source import check_vocabulary
 
@@ -206,32 +205,7 @@ def attend_all(
                 )
             )
         return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
-    if softcap is None and s_aux is None:
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **options)
-    out = exact_attention(query, key, value, mask, scaling, softcap, s_aux, causal=True)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def exact_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    causal: bool,
-) -> Tensor:
-    """`[B, H, Lq, Dv]` by quantsink's kernel on the native route, which knows soft-caps and learned sinks."""
-    return sink_attention(
-        query,
-        key,
-        value,
-        routes=torch.full((query.shape[1],), int(Route.NATIVE), device=query.device),
-        key_mean=torch.zeros(key.shape[1], key.shape[3], device=key.device),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        mask=mask,
-        causal=causal,
-        softcap=softcap,
-        s_aux=s_aux,
+    out = native_attention(
+        module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=s_aux, dropout=dropout, **options
     )
+    return out.contiguous(), None

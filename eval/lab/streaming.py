@@ -24,7 +24,6 @@ from quantsink.eval.lab.profile_weights import (
     Text,
     attend_all,
     check_seen,
-    exact_attention,
     pass_key,
     read_decoder,
     read_text,
@@ -32,6 +31,7 @@ from quantsink.eval.lab.profile_weights import (
 from quantsink.models.architecture import Architecture
 from quantsink.models.head_layout import AttentionLayer
 from quantsink.models.inputs import input_device
+from quantsink.models.native_attention import exact_attention
 from quantsink.models.observe import Attend, intercepting
 from quantsink.models.source import check_length, check_vocabulary
 from quantsink.progress import Progress
@@ -320,7 +320,8 @@ def attend_blocks(
             grouped = query.shape[1] != key.shape[1]
             parts.append(scaled_dot_product_attention(*states, attn_mask=mask, scale=scaling, enable_gqa=grouped))
         else:
-            parts.append(exact_attention(*states, mask, scaling, softcap, s_aux, causal=False))
+            exact = exact_attention(*states, mask, causal=False, scaling=scaling, softcap=softcap, s_aux=s_aux)
+            parts.append(exact)
     return torch.cat(parts, 2)
 
 
