@@ -49,7 +49,7 @@ def read_calibration(folder: Path) -> tuple[Facts, dict[str, Statistics], dict[s
     try:
         tensors = load_file(folder / TENSORS)
     except Exception as error:  # safetensors and torch raise many types for damaged files
-        reason = strict_json.said(error)
+        reason = strict_json.one_line(error)
         raise CalibrationError(f"{folder / TENSORS}: cannot be read: {reason}; calibrate again") from error
     try:
         with torch.device("meta"):  # only shapes are compared, so nothing of a size that a file claims is allocated
@@ -60,7 +60,7 @@ def read_calibration(folder: Path) -> tuple[Facts, dict[str, Statistics], dict[s
     surplus = sorted(tensors.keys() - tensors_by_name(statistics).keys())
     if surplus:
         raise CalibrationError(
-            f"{folder / TENSORS}: {strict_json.named(surplus[0])} does not belong to {FACTS}; calibrate again"
+            f"{folder / TENSORS}: {strict_json.printable(surplus[0])} does not belong to {FACTS}; calibrate again"
         )
     return facts, statistics, derived
 
@@ -120,7 +120,7 @@ def _read_facts(path: Path) -> tuple[Facts, dict[str, Any]]:
     schema = data.get("schema") if isinstance(data, dict) else None
     if type(schema) is not int or schema != SCHEMA:
         raise CalibrationError(
-            f"{path}: schema {strict_json.shown(schema)}, this quantsink reads {SCHEMA}; calibrate again"
+            f"{path}: schema {strict_json.abbreviated(schema)}, this quantsink reads {SCHEMA}; calibrate again"
         )
     try:
         facts = _typed_facts(data)
@@ -132,7 +132,7 @@ def _read_facts(path: Path) -> tuple[Facts, dict[str, Any]]:
 
 def _typed_facts(data: dict[str, Any]) -> Facts:
     for key in sorted(data.keys() ^ _KEYS):
-        raise ValueError(f"{strict_json.shown(key)} is {'unknown' if key in data else 'missing'}")
+        raise ValueError(f"{strict_json.abbreviated(key)} is {'unknown' if key in data else 'missing'}")
     fingerprint = data["fingerprint"]
     if not isinstance(fingerprint, dict) or fingerprint.keys() != {"model", "tokenizer"}:
         raise ValueError("fingerprint: expected model and tokenizer")
@@ -202,7 +202,7 @@ def _check_layer(layer: AttentionLayer, place: str) -> None:
     for module, spans in by_module.items():
         end = 0
         for start, size in sorted(spans):
-            _check(start == end, f"{place}: slices of {strict_json.named(module)} overlap or leave channels out")
+            _check(start == end, f"{place}: slices of {strict_json.printable(module)} overlap or leave channels out")
             end += size
 
 
@@ -235,7 +235,7 @@ def _read_fields(prefix: str, like: Fields, tensors: Mapping[str, torch.Tensor])
         if tensor is None or tensor.shape != blank.shape or tensor.dtype != torch.float64:
             state = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise CalibrationError(
-                f"{TENSORS}: {strict_json.named(f'{prefix}/{field}')} is {state} where float64 {list(blank.shape)} "
+                f"{TENSORS}: {strict_json.printable(f'{prefix}/{field}')} is {state} where float64 {list(blank.shape)} "
                 "belongs; calibrate again"
             )
         # -inf is an extreme of nothing.
@@ -244,7 +244,7 @@ def _read_fields(prefix: str, like: Fields, tensors: Mapping[str, torch.Tensor])
             good &= tensor >= 0
         if not bool(good.all()):
             raise CalibrationError(
-                f"{TENSORS}: {strict_json.named(f'{prefix}/{field}')} holds NaN, inf or a negative count; "
+                f"{TENSORS}: {strict_json.printable(f'{prefix}/{field}')} holds NaN, inf or a negative count; "
                 "calibrate again"
             )
         fields[field] = tensor
@@ -257,11 +257,11 @@ def _check_modules(layers: tuple[AttentionLayer, ...], statistics: Mapping[str, 
     for name, layer in ((layer.name, layer) for layer in layers):
         for part in (layer.q, layer.k, layer.v, layer.o):
             if part.module not in first.linears:
-                raise CalibrationError(f"{TENSORS}: nothing of {strict_json.named(part.module)}; calibrate again")
+                raise CalibrationError(f"{TENSORS}: nothing of {strict_json.printable(part.module)}; calibrate again")
         inputs = len(first.linears[layer.o.module]["input_amax"])
         if inputs != layer.heads * layer.value_dim:
             raise CalibrationError(
-                f"{TENSORS}: {strict_json.named(layer.o.module)} has {inputs} inputs, {FACTS} gives {name} "
+                f"{TENSORS}: {strict_json.printable(layer.o.module)} has {inputs} inputs, {FACTS} gives {name} "
                 f"{layer.heads} heads of {layer.value_dim}; calibrate again"
             )
     for other in rest:
@@ -270,5 +270,5 @@ def _check_modules(layers: tuple[AttentionLayer, ...], statistics: Mapping[str, 
                 shapes = [[t.shape for t in group.get(name, {}).values()] for group in (modules, other_modules)]
                 if shapes[0] != shapes[1]:
                     raise CalibrationError(
-                        f"{TENSORS}: {strict_json.named(name)} is not the same in every domain; calibrate again"
+                        f"{TENSORS}: {strict_json.printable(name)} is not the same in every domain; calibrate again"
                     )

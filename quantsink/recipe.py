@@ -115,7 +115,7 @@ class KVCache:
     def _check(self, name: str, valid: bool, expected: str) -> None:
         value = getattr(self, name)
         if not valid and (value is not None or name not in NOT_REQUIRED):
-            raise RecipeError(f"kv_cache.{name}: expected {expected}, found {strict_json.shown(value)}")
+            raise RecipeError(f"kv_cache.{name}: expected {expected}, found {strict_json.abbreviated(value)}")
 
     def with_sinks(self, calibrated: int) -> "KVCache":
         """The same options with a number for `sink_size`: `calibrated`, at least 4, where it is None."""
@@ -202,7 +202,7 @@ class Recipe:
             raise RecipeError(f"{name}: a recipe is UTF-8 JSON; write one with `quantsink recipe`") from None
         except (OSError, ValueError):  # no such file, a folder, a name that no file can have
             raise RecipeError(
-                f"recipe {strict_json.shown(str(name))}: neither a preset ({', '.join(PRESETS)}) nor a file"
+                f"recipe {strict_json.abbreviated(str(name))}: neither a preset ({', '.join(PRESETS)}) nor a file"
             ) from None
         return cls.from_json(text, str(name))
 

@@ -34,7 +34,7 @@ def test_every_field_survives_json():
         ('{"attention": {"clip": {"bond": 3}}}', "recipe.attention.clip: unknown key 'bond'"),
         ('{"weights": "int4"}', "'int4' is not one of int8, native"),
         ('{"sink_size": true}', "recipe.sink_size: expected int"),
-        ('{"sink_size": 1, "sink_size": 2}', "'sink_size' stands twice"),
+        ('{"sink_size": 1, "sink_size": 2}', "'sink_size' appears twice"),
         ('{"sink_threshold": NaN}', "expected a finite number"),
         ('{"attention": {"native_heads": -1}}', "native_heads: 0 or more"),
         ('{"exclude": "layers.1"}', "expected a list of strings"),

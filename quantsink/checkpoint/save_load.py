@@ -95,7 +95,7 @@ def load(folder: str | Path, dtype: str = "auto", device: str = "cpu", trust_rem
                 f"{name}: needs custom code from the checkpoint (auto_map in config.json), which is disabled by "
                 "default; review it, then pass trust_remote_code=True"
             ) from error
-        error_type, why = type(error).__name__, strict_json.said(error)
+        error_type, why = type(error).__name__, strict_json.one_line(error)
         raise CheckpointError(
             f"{name}: cannot be loaded: {error_type}: {why}; fetch or export the checkpoint again"
         ) from error
@@ -122,7 +122,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     for part in (config, text if isinstance(text, Mapping) else {}):
         layers = part.get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would make them one by one
-            raise CheckpointError(f"{path}: num_hidden_layers {strict_json.shown(layers)}; export the checkpoint again")
+            raise CheckpointError(
+                f"{path}: num_hidden_layers {strict_json.abbreviated(layers)}; export the checkpoint again"
+            )
     return dict(quantization)
 
 

@@ -17,7 +17,7 @@ from quantsink.errors import CheckpointError, UsageError
 from quantsink.hf.config import QuantSinkConfig
 from quantsink.kernels import Route
 from quantsink.layers.tables import TABLE
-from quantsink.strict_json import named, said
+from quantsink.strict_json import one_line, printable
 
 
 def describe(path: Path) -> tuple[dict[str, Any], RenderableType]:
@@ -41,7 +41,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         config = QuantSinkConfig(**raw)
     except TypeError as error:
         raise CheckpointError(
-            f"{path / 'config.json'}: quantization_config is damaged: {said(error)}; export again"
+            f"{path / 'config.json'}: quantization_config is damaged: {one_line(error)}; export again"
         ) from error
     bytes_by_type: dict[str, int] = {}
     routes: dict[str, list[int]] = {}
@@ -55,11 +55,13 @@ def _checkpoint(path: Path) -> dict[str, Any]:
                     if name.endswith(f".{TABLE}.routes"):
                         if tensor.dtype != torch.uint8 or tensor.dim() != 1 or bool((tensor > max(Route)).any()):
                             raise CheckpointError(
-                                f"{named(name)} in {file} holds values that cannot be right; export again"
+                                f"{printable(name)} in {file} holds values that cannot be right; export again"
                             )
                         routes[name.removesuffix(f".{TABLE}.routes")] = tensor.tolist()
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: damaged: {said(error)}; fetch or export the checkpoint again") from error
+            raise CheckpointError(
+                f"{file}: damaged: {one_line(error)}; fetch or export the checkpoint again"
+            ) from error
     by_route = {r.name.lower(): sum(row.count(int(r)) for row in routes.values()) for r in Route}
     return {
         "kind": "checkpoint",

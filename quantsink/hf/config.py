@@ -10,7 +10,7 @@ from quantsink.errors import CacheError, CheckpointError, RecipeError
 from quantsink.hf.register import NAME
 from quantsink.plan import AttentionShape, CachePlan, Outline, Plan
 from quantsink.recipe import KVCache, Recipe
-from quantsink.strict_json import shown
+from quantsink.strict_json import abbreviated
 
 METHOD = NAME
 
@@ -56,15 +56,17 @@ class QuantSinkConfig(QuantizationConfigMixin):
     ) -> None:
         if type(format_version) is not int or format_version != FORMAT_VERSION:
             raise CheckpointError(
-                f"config.json: quantsink format {shown(format_version)}, this version reads {FORMAT_VERSION}; "
+                f"config.json: quantsink format {abbreviated(format_version)}, this version reads {FORMAT_VERSION}; "
                 "update quantsink"
             )
         if unknown:
             raise CheckpointError(
-                f"config.json: quantization_config has an unknown key {shown(min(unknown))}; update quantsink"
+                f"config.json: quantization_config has an unknown key {abbreviated(min(unknown))}; update quantsink"
             )
         if quant_method != METHOD:
-            raise CheckpointError(f"config.json: quant_method {shown(quant_method)} is not {METHOD!r}; export again")
+            raise CheckpointError(
+                f"config.json: quant_method {abbreviated(quant_method)} is not {METHOD!r}; export again"
+            )
         self.quant_method = quant_method  # type: ignore[assignment]  # a closed enum there
         self.format_version = format_version
         self.recipe = recipe

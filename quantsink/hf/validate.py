@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from quantsink.errors import CheckpointError
 from quantsink.layers.replacement import Replacement
 from quantsink.models.finite import all_finite
-from quantsink.strict_json import named, said
+from quantsink.strict_json import one_line, printable
 
 _DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F32": torch.float32}
 
@@ -30,7 +30,7 @@ def check_tensors(model: Any, files: Sequence[Path]) -> None:
                     stored[name] = (file, tuple(part.get_shape()), part.get_dtype())
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{file.name}: damaged: {said(error)}; fetch or export the checkpoint again"
+                f"{file.name}: damaged: {one_line(error)}; fetch or export the checkpoint again"
             ) from error
     expected = model.state_dict()
     fixed = {
@@ -57,7 +57,7 @@ def check_tensors(model: Any, files: Sequence[Path]) -> None:
     surplus = sorted(stored.keys() - expected.keys())
     if surplus:
         raise CheckpointError(
-            f"{named(surplus[0])} in {stored[surplus[0]][0].name} does not belong to this model; export it again"
+            f"{printable(surplus[0])} in {stored[surplus[0]][0].name} does not belong to this model; export it again"
         )
 
 

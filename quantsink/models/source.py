@@ -159,10 +159,10 @@ def shard_names(index: Path) -> list[str]:
     try:
         names = sorted(set(strict_json.parse(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index}: cannot be read: {strict_json.said(error)}; fetch the model again") from error
+        raise ModelError(f"{index}: cannot be read: {strict_json.one_line(error)}; fetch the model again") from error
     outside = [name for name in names if not isinstance(name, str) or not _SHARD.fullmatch(name)]
     if outside or not names:
-        fault = f"names {strict_json.shown(outside[0])}, no file beside it" if outside else "names no file"
+        fault = f"names {strict_json.abbreviated(outside[0])}, no file beside it" if outside else "names no file"
         raise ModelError(f"{index}: {fault}; do not use this model, or fetch it again")
     return names
 

@@ -116,15 +116,15 @@ def ends_well() -> Callable[..., Any]:
         cases, refused = tried.get(surface, (0, 0))
         try:
             with limited():
-                found = call()
+                result = call()
         except QuantSinkError as error:
             tried[surface] = cases + 1, refused + 1
-            said = str(error)
-            assert "emory" not in said, f"{case}: {said!r}: allocated what the file only claims to hold"
-            assert said.isprintable(), f"{case}: {said!r} is not one line"
-            assert 10 < len(said) < 800, f"{case}: {said!r}"
-            assert any(name in said for name in names), f"{case}: {said!r} does not say where"
-            assert any(remedy in said for remedy in REMEDIES), f"{case}: {said!r} does not say what to do"
+            message = str(error)
+            assert "emory" not in message, f"{case}: {message!r}: allocated what the file only claims to hold"
+            assert message.isprintable(), f"{case}: {message!r} is not one line"
+            assert 10 < len(message) < 800, f"{case}: {message!r}"
+            assert any(name in message for name in names), f"{case}: {message!r} does not say where"
+            assert any(remedy in message for remedy in REMEDIES), f"{case}: {message!r} does not say what to do"
             return None
         except AssertionError:
             raise
@@ -133,7 +133,7 @@ def ends_well() -> Callable[..., Any]:
                 raise
             raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
         tried[surface] = cases + 1, refused
-        return found
+        return result
 
     return run
 

@@ -77,17 +77,17 @@ def at(data: Any, path: tuple[Any, ...]) -> Any:
 def changed(rng: random.Random, data: Any) -> tuple[str, str]:
     """(the JSON text of `data` after a change or two, what was changed)."""
     data = copy.deepcopy(data)
-    said, twice = [], None
+    changes, twice = [], None
     for _ in range(rng.choice((1, 1, 1, 2))):
         path = rng.choice([place for place in places(data) if place] or [()])
         if not path:
             break
         holder, key = at(data, path[:-1]), path[-1]
         how = rng.choice(("replace", "replace", "replace", "nudge", "drop", "add", "swap", "copy", "twice", "reorder"))
-        said.append(f"{how} {'.'.join(map(str, path))[:200]}")
+        changes.append(f"{how} {'.'.join(map(str, path))[:200]}")
         if how == "replace":
             holder[key] = copy.deepcopy(rng.choice(VALUES))
-            said.append(f"by {str(holder[key])[:40]!r}")
+            changes.append(f"by {str(holder[key])[:40]!r}")
         elif how == "nudge" and type(holder[key]) in (int, float):
             holder[key] += rng.choice((1, -1, 0.5, 16))
         elif how == "drop":
@@ -114,15 +114,15 @@ def changed(rng: random.Random, data: Any) -> tuple[str, str]:
         text = text.replace('"__twice__"', json.dumps(twice))
     for mark, depth in (("__deep__", 100), ("__deepest__", 100_000)):
         text = text.replace(f'"{mark}"', "[" * depth + "]" * depth)
-    return text, ", ".join(said)
+    return text, ", ".join(changes)
 
 
 def damaged(rng: random.Random, data: bytes) -> tuple[bytes, str]:
-    out, said = bytearray(data), []
+    out, changes = bytearray(data), []
     for _ in range(rng.choice((1, 1, 2, 8))):
         place, length = rng.randrange(len(out) + 1), rng.choice((1, 2, 8, 64))
         how = rng.choice(("flip", "flip", "set", "insert", "delete", "cut", "run", "repeat"))
-        said.append(f"{how} at {place}")
+        changes.append(f"{how} at {place}")
         if how == "flip" and place < len(out):
             out[place] ^= 1 << rng.randrange(8)
         elif how == "set" and place < len(out):
@@ -137,7 +137,7 @@ def damaged(rng: random.Random, data: bytes) -> tuple[bytes, str]:
             out[place : place + length] = bytes([rng.randrange(256)]) * len(out[place : place + length])
         elif how == "repeat":
             out[place:place] = out[place : place + length]
-    return bytes(out), ", ".join(said)
+    return bytes(out), ", ".join(changes)
 
 
 def split(shard: bytes) -> tuple[dict[str, Any], bytes]:
@@ -148,32 +148,32 @@ def split(shard: bytes) -> tuple[dict[str, Any], bytes]:
 def header_changed(rng: random.Random, shard: bytes) -> tuple[bytes, str]:
     """A safetensors file whose header was changed; now and then its length too, and what it says of its length."""
     header, data = split(shard)
-    text, said = changed(rng, header)
+    text, changes = changed(rng, header)
     encoded = text.encode("utf-8", "surrogatepass")
     length = len(encoded)
     if rng.random() < 0.1:
         length = rng.choice((0, 1, length - 1, length + 1, 2**31, 2**62, 2**64 - 1))
-        said += f", header length {length}"
-    return struct.pack("<Q", max(length, 0)) + encoded + data, said
+        changes += f", header length {length}"
+    return struct.pack("<Q", max(length, 0)) + encoded + data, changes
 
 
 def cases(surface: str) -> Any:
     return ((f"{surface} {number}", rng_of(surface, number)) for number in range(CASES[surface]))
 
 
-def check_recipe(found: Recipe | None, text: str | bytes) -> None:
-    """A recipe that was taken says what its text says, and survives its own JSON."""
-    if found is None:
+def check_recipe(recipe: Recipe | None, text: str | bytes) -> None:
+    """An accepted recipe says what its text says, and survives its own JSON."""
+    if recipe is None:
         return
-    assert Recipe.from_json(found.to_json()) == found
-    wanted, whole = strict_json.parse(text), found.to_dict()
-    assert says(whole, wanted), (whole, wanted)
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    expected, whole = strict_json.parse(text), recipe.to_dict()
+    assert agrees(whole, expected), (whole, expected)
 
 
-def says(whole: Any, wanted: Any) -> bool:
-    if isinstance(wanted, dict):
-        return isinstance(whole, dict) and all(key in whole and says(whole[key], wanted[key]) for key in wanted)
-    return whole == wanted
+def agrees(whole: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return isinstance(whole, dict) and all(key in whole and agrees(whole[key], expected[key]) for key in expected)
+    return whole == expected
 
 
 @pytest.mark.parametrize("surface", ["recipe, values", "recipe, bytes"])
@@ -182,15 +182,15 @@ def test_recipes(surface, subjects, ends_well):
     whole = subjects.recipe.to_dict()
     for case, rng in cases(surface):
         if surface.endswith("values"):
-            text, said = changed(rng, whole)
+            text, changes = changed(rng, whole)
         else:
-            raw, said = damaged(rng, json.dumps(whole).encode())
+            raw, changes = damaged(rng, json.dumps(whole).encode())
             text = raw.decode("utf-8", "replace")
         names = ("recipe",)
-        found = ends_well(surface, f"{case}: {said}", lambda text=text: Recipe.from_json(text), names)
-        check_recipe(found, text)
-        if found is not None and rng.random() < 0.1:
-            ends_well("recipe, planned", f"{case}: {said}", lambda r=found: plan(calibration, r), PLANNED)
+        recipe = ends_well(surface, f"{case}: {changes}", lambda text=text: Recipe.from_json(text), names)
+        check_recipe(recipe, text)
+        if recipe is not None and rng.random() < 0.1:
+            ends_well("recipe, planned", f"{case}: {changes}", lambda r=recipe: plan(calibration, r), PLANNED)
 
 
 PLANNED = ("recipe", "kv bits", "widths", "native heads", "sink_size", "residual", "max_length", "stream", "seed")
@@ -199,10 +199,12 @@ PLANNED = ("recipe", "kv bits", "widths", "native heads", "sink_size", "residual
 def test_a_recipe_file(subjects, ends_well, tmp_path):
     path = tmp_path / "mine.json"
     for number in range(100):
-        raw, said = damaged(random.Random(f"file {number}"), subjects.recipe.to_json().encode())
+        raw, changes = damaged(random.Random(f"file {number}"), subjects.recipe.to_json().encode())
         path.write_bytes(raw)
-        found = ends_well("recipe, file", f"file {number}: {said}", lambda: Recipe.load(path), ("mine.json", "recipe"))
-        check_recipe(found, raw)
+        recipe = ends_well(
+            "recipe, file", f"file {number}: {changes}", lambda: Recipe.load(path), ("mine.json", "recipe")
+        )
+        check_recipe(recipe, raw)
 
 
 json_values = st.recursive(
@@ -223,8 +225,8 @@ by_example = settings(
 @given(st.dictionaries(st.sampled_from([*Recipe().to_dict(), "x"]), json_values, max_size=3))
 def test_any_recipe(ends_well, data):
     text = json.dumps(data)
-    found = ends_well("recipe, any", text, lambda: Recipe.from_json(text), ("recipe",))
-    check_recipe(found, text)
+    recipe = ends_well("recipe, any", text, lambda: Recipe.from_json(text), ("recipe",))
+    check_recipe(recipe, text)
 
 
 CONFIG_KEYS = ["recipe", "sink_size", "linears", "attentions", "kv_cache", "experts", "format_version", "x"]
@@ -240,20 +242,20 @@ def test_any_quantization_config(subjects, ends_well, data):
 CONFIG = ("config.json",)
 
 
-def check_config(found: QuantSinkConfig | None, whole: dict[str, Any]) -> None:
-    if found is None:
+def check_config(config: QuantSinkConfig | None, whole: dict[str, Any]) -> None:
+    if config is None:
         return
-    kept = found.to_dict()
+    kept = config.to_dict()
     for key, value in whole.items():
         assert kept[key] == value or (key == "experts" and value is None), f"{key}: {kept[key]} {value}"
-    found.cache_plan()
+    config.cache_plan()
 
 
 def test_quantization_config(subjects, ends_well):
     surface = "quantization_config, values"
     whole = json.loads((subjects.checkpoint / "config.json").read_text())["quantization_config"]
     for case, rng in cases(surface):
-        text, said = changed(rng, whole)
+        text, changes = changed(rng, whole)
         try:
             data = strict_json.parse(text)
         except ValueError:
@@ -267,41 +269,41 @@ def test_quantization_config(subjects, ends_well):
             continue
         except QuantSinkError:
             pass
-        check_config(ends_well(surface, f"{case}: {said}", lambda data=data: QuantSinkConfig(**data), CONFIG), data)
+        check_config(ends_well(surface, f"{case}: {changes}", lambda data=data: QuantSinkConfig(**data), CONFIG), data)
 
 
 FILES = ("calibration.json", "calibration.safetensors")
 
 
-def check_calibration(found: Calibration | None, folder: Path, recipe: Recipe, case: str) -> None:
-    """A calibration that was taken holds what its files say, and its plan's numbers can be used."""
-    if found is None:
+def check_calibration(calibration: Calibration | None, folder: Path, recipe: Recipe, case: str) -> None:
+    """An accepted calibration holds what its files say, and its plan's numbers can be used."""
+    if calibration is None:
         return
-    said = json.loads((folder / FILES[0]).read_text())
-    again = json.loads(json.dumps(found.facts()))
+    facts = json.loads((folder / FILES[0]).read_text())
+    again = json.loads(json.dumps(calibration.facts()))
     for key in again:
         if key in ("heads", "kv_heads"):
-            assert len(again[key]) == len(said[key]), case
-            for mine, theirs in zip(again[key], said[key], strict=True):
-                assert mine.keys() == theirs.keys(), case
-                for name, value in mine.items():
+            assert len(again[key]) == len(facts[key]), case
+            for restored, stored in zip(again[key], facts[key], strict=True):
+                assert restored.keys() == stored.keys(), case
+                for name, value in restored.items():
                     same = (
-                        value == pytest.approx(theirs[name], rel=1e-6, abs=1e-7)
+                        value == pytest.approx(stored[name], rel=1e-6, abs=1e-7)
                         if isinstance(value, float)
-                        else value == theirs[name]
+                        else value == stored[name]
                     )
                     assert same or isinstance(value, dict | list), f"{case}: {name}"
         else:
-            assert again[key] == said[key], f"{case}: {key}"
+            assert again[key] == facts[key], f"{case}: {key}"
     tensors = load_file(folder / FILES[1])
-    assert tensors.keys() == found.tensors().keys(), case
-    assert all(torch.equal(value, tensors[name]) for name, value in found.tensors().items()), case
-    decided = plan(found, recipe)
-    assert len(found.kv_heads()) == sum(layer.kv_heads for layer in found.layers), case
-    for linear in decided.linears.values():
+    assert tensors.keys() == calibration.tensors().keys(), case
+    assert all(torch.equal(value, tensors[name]) for name, value in calibration.tensors().items()), case
+    model_plan = plan(calibration, recipe)
+    assert len(calibration.kv_heads()) == sum(layer.kv_heads for layer in calibration.layers), case
+    for linear in model_plan.linears.values():
         assert 0 < linear.input_scale < math.inf, case
         assert 0 < linear.sink_scale < math.inf, case
-    for attention in decided.attentions.values():
+    for attention in model_plan.attentions.values():
         assert all(math.isfinite(value) for row in attention.key_mean for value in row), case
 
 
@@ -322,17 +324,17 @@ def test_calibrations(surface, file, subjects, copied, ends_well):
             # Most of the file is derived; the facts get their share.
             whole = json.loads(raw)
             hidden = {key: whole.pop(key) for key in ("heads", "kv_heads")} if rng.random() < 0.7 else {}
-            text, said = changed(rng, whole)
+            text, changes = changed(rng, whole)
             if hidden:
                 text = text.rstrip()[:-1] + ", " + json.dumps(hidden)[1:]
             new = text.encode("utf-8", "surrogatepass")
         elif surface.endswith("header"):
-            new, said = header_changed(rng, raw)
+            new, changes = header_changed(rng, raw)
         else:
-            new, said = damaged(rng, raw)
+            new, changes = damaged(rng, raw)
         (folder / FILES[file]).write_bytes(new)
-        found = ends_well(surface, f"{case}: {said}", lambda: Calibration.load(folder), FILES)
-        check_calibration(found, folder, subjects.recipe, f"{case}: {said}")
+        found = ends_well(surface, f"{case}: {changes}", lambda: Calibration.load(folder), FILES)
+        check_calibration(found, folder, subjects.recipe, f"{case}: {changes}")
 
 
 def shards(folder: Path) -> list[Path]:
@@ -349,16 +351,16 @@ def test_shards(surface, subjects, copied, ends_well):
     for case, rng in cases(surface):
         file = rng.choice(files)
         how = header_changed if surface.endswith("header") else damaged
-        new, said = how(rng, whole[file] if rng.random() < 0.5 else whole[file][: 8 + len(whole[file]) // 2])
+        new, changes = how(rng, whole[file] if rng.random() < 0.5 else whole[file][: 8 + len(whole[file]) // 2])
         file.write_bytes(new)
         taken = ends_well(
-            surface, f"{case}: {said}", lambda: check_tensors(subjects.model, files) is None or True, names
+            surface, f"{case}: {changes}", lambda: check_tensors(subjects.model, files) is None or True, names
         )
         if taken:
             now = split(new)[0]
             for name, entry in headers[file].items():
                 kept = all(now[name][key] == entry[key] for key in ("dtype", "shape") if key in entry)
-                assert kept, f"{case}: {said}: {name}: {now[name]} {entry}"
+                assert kept, f"{case}: {changes}: {name}: {now[name]} {entry}"
         file.write_bytes(whole[file])
 
 
@@ -368,11 +370,11 @@ def test_indices(subjects, copied, ends_well):
     whole = json.loads(index.read_text())
     few = {"metadata": whole["metadata"], "weight_map": dict(list(whole["weight_map"].items())[:6])}
     for case, rng in cases(surface):
-        text, said = changed(rng, few)
+        text, changes = changed(rng, few)
         index.write_bytes(text.encode("utf-8", "surrogatepass"))
-        found = ends_well(surface, f"{case}: {said}", lambda: shard_names(index), ("index.json",))
+        found = ends_well(surface, f"{case}: {changes}", lambda: shard_names(index), ("index.json",))
         for name in found or ():
-            assert (index.parent / name).resolve().parent == index.parent.resolve(), f"{case}: {said}: {name}"
+            assert (index.parent / name).resolve().parent == index.parent.resolve(), f"{case}: {changes}: {name}"
 
 
 def one_changed(rng: random.Random, file: Path, raw: bytes) -> tuple[bytes, str]:
@@ -380,8 +382,8 @@ def one_changed(rng: random.Random, file: Path, raw: bytes) -> tuple[bytes, str]
         return (header_changed if rng.random() < 0.5 else damaged)(rng, raw)
     if rng.random() < 0.3:
         return damaged(rng, raw)
-    text, said = changed(rng, json.loads(raw))
-    return text.encode("utf-8", "surrogatepass"), said
+    text, changes = changed(rng, json.loads(raw))
+    return text.encode("utf-8", "surrogatepass"), changes
 
 
 def test_inspect(subjects, copied, ends_well):
@@ -391,9 +393,9 @@ def test_inspect(subjects, copied, ends_well):
     for case, rng in cases("inspect"):
         file = rng.choice(files)
         raw = file.read_bytes()
-        new, said = one_changed(rng, file, raw)
+        new, changes = one_changed(rng, file, raw)
         file.write_bytes(new)
-        found = ends_well("inspect", f"{case}: {file.name}: {said}", lambda: describe(folder), names)
+        found = ends_well("inspect", f"{case}: {file.name}: {changes}", lambda: describe(folder), names)
         if found is not None:
             json.dumps(found[0], allow_nan=False)
         file.write_bytes(raw)
@@ -430,9 +432,9 @@ def test_loading(surface, subjects, tmp_path, ends_well):
     for case, rng in cases(surface):
         file = pick[surface](rng)
         raw = file.read_bytes()
-        new, said = one_changed(rng, file, raw)
+        new, changes = one_changed(rng, file, raw)
         file.write_bytes(new)
-        where = f"{case}: {file.name}: {said}"
+        where = f"{case}: {file.name}: {changes}"
         model = ends_well(surface, where, lambda: load(folder), (str(folder), file.name))
         if model is not None:
             check_model(model, file, raw, new, where, subjects)
