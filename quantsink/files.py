@@ -1,4 +1,4 @@
-"""Outputs that appear whole or not at all: written to a temporary sibling, flushed, then renamed."""
+"""Outputs that appear whole or not at all: written next to their place, flushed, then renamed."""
 
 import contextlib
 import ctypes
@@ -15,19 +15,23 @@ from typing import Any
 from quantsink.errors import OutputError, UsageError
 
 PART = ".part"
-
+"""Suffix of unfinished files and folders."""
 
 Ours = Callable[[Path], bool]
-"""Whether a folder holds what quantsink wrote and nothing else; `--force` replaces only that."""
+"""Whether quantsink wrote everything in a folder; `--force` replaces only such a folder."""
 
 
 @contextlib.contextmanager
 def whole_folder(target: Path, ours: Ours, *, force: bool = False) -> Iterator[Path]:
-    """Give a temporary folder beside `target` and rename it to `target` when the block ends without an error.
+    """Give a temporary folder next to `target`; rename it to `target` when the block ends without an error.
+
+    Args:
+        ours: whether quantsink wrote all of an existing folder.
+        force: replace such a folder.
 
     Raises:
-        UsageError: the target is taken, and `force` is not given or it is not quantsink's.
-        OutputError: the disk is full or the place cannot be written; nothing is left behind.
+        UsageError: `target` is not empty, and `force` is not set or quantsink did not write all of it.
+        OutputError: the disk is full or the place is not writable. Nothing is left behind.
     """
     check_free(target, ours, force=force)
     target = target.resolve()
@@ -48,38 +52,38 @@ def whole_folder(target: Path, ours: Ours, *, force: bool = False) -> Iterator[P
 
 
 def check_free(target: Path, ours: Ours, *, force: bool = False) -> None:
-    """Refuse a taken or unwritable output before any work is done."""
+    """Refuse an output folder that is not empty or not writable, before any work is done."""
     if target.resolve() == Path.cwd():
-        raise UsageError(f"-o {target}: the current folder cannot be replaced; name a folder in it")
+        raise UsageError(f"-o {target}: the current folder cannot be replaced; choose a folder in it")
     if target.exists() and not target.is_dir():
-        raise UsageError(f"{target}: a file stands where the output folder should go; choose another -o")
+        raise UsageError(f"{target}: is a file, not a folder; choose another -o")
     parent = next(folder for folder in target.resolve().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UsageError(f"{target}: {parent} is not a folder that can be written; choose another -o")
+        raise UsageError(f"{target}: {parent} is not a writable folder; choose another -o")
     if not target.is_dir() or not contents(target):
         return
     if not force:
         raise UsageError(f"{target}: the folder is not empty; choose another -o or pass --force to replace it")
     if not ours(target):
         raise UsageError(
-            f"{target}: holds more than quantsink wrote there, so not even --force replaces it; choose another -o"
+            f"{target}: holds files that quantsink did not write, so --force does not replace it; choose another -o"
         )
 
 
 def contents(folder: Path) -> set[str]:
-    """Names in a folder, without the unfinished files that a killed process of ours left."""
+    """Names in a folder, without the unfinished files of a killed quantsink process."""
     return {path.name for path in folder.iterdir() if not (path.name.startswith(".") and path.name.endswith(PART))}
 
 
 def _remove_stale(target: Path) -> None:
     for path in target.parent.glob(f".{glob.escape(target.name)}.*{PART}"):
-        owner = path.name.removeprefix(f".{target.name}.").partition(".")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+        pid = path.name.removeprefix(f".{target.name}.").partition(".")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace one file whole."""
+    """Replace one file whole; a killed process leaves the old file."""
     write_bytes(path, text.encode("utf-8"))
 
 
@@ -106,7 +110,7 @@ def write_json(path: Path, data: Any) -> None:
 
 @contextlib.contextmanager
 def disk_errors(place: Path) -> Iterator[None]:
-    """Turn what the operating system (or the safetensors writer, which words it itself) says into one line."""
+    """Turn an error of the operating system or of the safetensors writer into one line."""
     try:
         yield
     except OSError as error:

@@ -50,7 +50,7 @@ def test_force_replaces_only_what_quantsink_wrote(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis").write_text("mine")
     with (
-        pytest.raises(UsageError, match="holds more than quantsink wrote"),
+        pytest.raises(UsageError, match="holds files that quantsink did not write"),
         whole_folder(tmp_path / "out", ours, force=True),
     ):
         pass
@@ -59,7 +59,7 @@ def test_force_replaces_only_what_quantsink_wrote(tmp_path):
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UsageError, match="a file stands"), whole_folder(tmp_path / "out", ours, force=True):
+    with pytest.raises(UsageError, match="is a file, not a folder"), whole_folder(tmp_path / "out", ours, force=True):
         pass
     with pytest.raises(OutputError, match="cannot be written"):
         write_text(tmp_path / "out" / "x", "text")

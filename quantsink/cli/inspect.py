@@ -21,17 +21,18 @@ from quantsink.strict_json import one_line, printable
 
 
 def describe(path: Path) -> tuple[dict[str, Any], RenderableType]:
-    """(JSON object, something rich can print) of a calibration folder or a checkpoint folder.
+    """A calibration folder or a checkpoint folder as a JSON object and as tables that rich prints.
 
     Raises:
-        UsageError: neither. CalibrationError, CheckpointError: damaged.
+        UsageError: the folder is neither.
+        CalibrationError, CheckpointError: it is damaged.
     """
     if (path / FACTS).is_file():
         calibration = Calibration.load(path)
         return {"kind": "calibration", **as_dict(calibration, str(path))}, render(calibration)
     if (path / "config.json").is_file():
-        found = _checkpoint(path)
-        return found, _render_checkpoint(found)
+        facts = _checkpoint(path)
+        return facts, _render_checkpoint(facts)
     raise UsageError(f"{path}: neither a calibration ({FACTS}) nor a checkpoint (config.json)")
 
 
@@ -50,19 +51,17 @@ def _checkpoint(path: Path) -> dict[str, Any]:
             with safe_open(file, "pt") as shard:
                 for name in shard.keys():  # noqa: SIM118
                     tensor = shard.get_tensor(name)
-                    kind = str(tensor.dtype).removeprefix("torch.")
-                    bytes_by_type[kind] = bytes_by_type.get(kind, 0) + tensor.nbytes
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    bytes_by_type[dtype] = bytes_by_type.get(dtype, 0) + tensor.nbytes
                     if name.endswith(f".{TABLE}.routes"):
                         if tensor.dtype != torch.uint8 or tensor.dim() != 1 or bool((tensor > max(Route)).any()):
-                            raise CheckpointError(
-                                f"{printable(name)} in {file} holds values that cannot be right; export again"
-                            )
+                            raise CheckpointError(f"{printable(name)} in {file} holds invalid values; export again")
                         routes[name.removesuffix(f".{TABLE}.routes")] = tensor.tolist()
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{file}: damaged: {one_line(error)}; fetch or export the checkpoint again"
             ) from error
-    by_route = {r.name.lower(): sum(row.count(int(r)) for row in routes.values()) for r in Route}
+    by_route = {route.name.lower(): sum(row.count(int(route)) for row in routes.values()) for route in Route}
     return {
         "kind": "checkpoint",
         "format_version": config.format_version,
@@ -82,26 +81,26 @@ def _by_number(item: tuple[str, Any]) -> list[tuple[bool, int | str]]:
     return [(not part.isdigit(), int(part) if part.isdigit() else part) for part in item[0].split(".")]
 
 
-def _render_checkpoint(found: dict[str, Any]) -> RenderableType:
+def _render_checkpoint(facts: dict[str, Any]) -> RenderableType:
     size = Table(title="Bytes", title_justify="left")
     size.add_column("type")
     size.add_column("bytes", justify="right")
-    for kind, count in sorted(found["bytes"].items(), key=lambda item: -item[1]):
-        size.add_row(kind, f"{count:,}")
-    size.add_row("on disk", f"{found['payload_bytes']:,}", style="bold")
-    recipe = found["recipe"]
-    facts = (
+    for dtype, count in sorted(facts["bytes"].items(), key=lambda item: -item[1]):
+        size.add_row(dtype, f"{count:,}")
+    size.add_row("on disk", f"{facts['payload_bytes']:,}", style="bold")
+    recipe = facts["recipe"]
+    summary = (
         f"weights {recipe['weights']}, activations {recipe['activations']['kind']}, "
-        f"attention {recipe['attention']['kind']}; {found['linears']} INT8 linear layers, "
-        f"{found['native_rows']} native rows, {found['native_columns']} native columns"
+        f"attention {recipe['attention']['kind']}; {facts['linears']} INT8 linear layers, "
+        f"{facts['native_rows']} native rows, {facts['native_columns']} native columns"
     )
-    parts: list[RenderableType] = [Text(facts), size]
-    if found["layers"]:
+    parts: list[RenderableType] = [Text(summary), size]
+    if facts["layers"]:
         table = Table(title="Heads by route: S sink, i int8, N native", title_justify="left")
         table.add_column("attention")
         table.add_column("routes")
         letters = {"sink": "S", "int8": "i", "native": "N"}
-        for name, row in found["layers"].items():
+        for name, row in facts["layers"].items():
             table.add_row(name, " ".join(letters[route] for route in row))
         parts.append(table)
     return Group(*parts)

@@ -1,4 +1,4 @@
-"""`quantsink inspect --cache`: what a model's KV cache weighs under a recipe, worked out without loading the model."""
+"""`quantsink inspect --cache`: the size of a model's KV cache under a recipe, computed without loading the model."""
 
 import dataclasses
 from pathlib import Path
@@ -24,37 +24,38 @@ from quantsink.models.head_layout import AttentionLayer
 from quantsink.plan import CachePlan
 from quantsink.recipe import Recipe
 
-ITEM = 2
-"""Bytes of an exact number: bfloat16."""
+EXACT_BYTES = 2
+"""Bytes per exact number: bfloat16."""
 
 
 def describe_cache(
     path: Path, recipe: str | None, kv_bits: float | None, lengths: list[int]
 ) -> tuple[dict[str, Any], RenderableType]:
-    """(JSON object, something rich can print) of the cache that a calibration and a recipe, or a checkpoint, stand for.
+    """The cache of a calibration under a recipe, or of a checkpoint, as a JSON object and as tables that rich prints.
 
     Raises:
-        UsageError: neither a calibration nor a checkpoint with a cache, or a length below 1.
+        UsageError: `path` is neither a calibration nor a checkpoint with a cache, or a length is below 1.
+        CheckpointError: the checkpoint is damaged.
     """
     if any(length < 1 for length in lengths):
         raise UsageError(f"--length {min(lengths)}: 1 or more")
     if (path / FACTS).is_file():
         calibration = Calibration.load(path)
-        wanted = Recipe.load(recipe).kv_cache if recipe else Recipe().kv_cache
-        bits = kv_bits if kv_bits is not None else 4 if wanted.bits is None else wanted.bits
-        plan = cache_plan(calibration, dataclasses.replace(wanted, bits=bits))
-        return _shown(calibration.model, plan, calibration.layers, lengths)
+        options = Recipe.load(recipe).kv_cache if recipe else Recipe().kv_cache
+        bits = kv_bits if kv_bits is not None else 4 if options.bits is None else options.bits
+        plan = cache_plan(calibration, dataclasses.replace(options, bits=bits))
+        return _describe(calibration.model, plan, calibration.layers, lengths)
     if not (path / "config.json").is_file():
         raise UsageError(f"{path}: neither a calibration ({FACTS}) nor a checkpoint (config.json)")
     if recipe or kv_bits is not None:
-        raise UsageError(f"{path}: a checkpoint brings its own cache; --recipe and --kv-bits go with a calibration")
+        raise UsageError(f"{path}: the checkpoint has a cache plan; --recipe and --kv-bits go with a calibration")
     try:
-        found = QuantSinkConfig(**read_config(path)).cache_plan()
+        stored_plan = QuantSinkConfig(**read_config(path)).cache_plan()
     except TypeError as error:
         raise CheckpointError(f"{path / 'config.json'}: quantization_config is damaged: {error}") from error
-    if found is None:
+    if stored_plan is None:
         raise UsageError(f"{path}: its recipe has no kv_cache; `quantsink export --kv-bits 4` writes one")
-    return _shown(str(path), found, _layers(path), lengths)
+    return _describe(str(path), stored_plan, _layers(path), lengths)
 
 
 def _layers(path: Path) -> tuple[AttentionLayer, ...]:
@@ -65,12 +66,14 @@ def _layers(path: Path) -> tuple[AttentionLayer, ...]:
         return Architecture.of(AutoModelForCausalLM.from_config(config)).attentions
 
 
-def _shown(
+def _describe(
     name: str, plan: CachePlan, layers: tuple[AttentionLayer, ...], lengths: list[int]
 ) -> tuple[dict[str, Any], RenderableType]:
-    policies = [LayerPolicy.of(layer, plan, ITEM) for layer in layers]
+    policies = [LayerPolicy.of(layer, plan, EXACT_BYTES) for layer in layers]
     coded = [policy for policy in policies if policy.kind == "codes"]
-    real = [Record(bits, policy.head_dim, policy.head_dim).bits_per_number for policy in coded for bits in policy.bits]
+    bits_per_number = [
+        Record(bits, policy.head_dim, policy.head_dim).bits_per_number for policy in coded for bits in policy.bits
+    ]
     rows = []
     for length in lengths:
         size = total(layer_bytes(policy, length) for policy in policies)
@@ -86,13 +89,13 @@ def _shown(
                 "ratio": size.all / size.full,
             }
         )
-    found = {
+    facts = {
         "kind": "cache",
         "model": name,
         "sinks": plan.sink_size,
         "residual": plan.options.residual,
         "max_length": plan.options.max_length,
-        "bits_per_number": sum(real) / len(real) if real else None,
+        "bits_per_number": sum(bits_per_number) / len(bits_per_number) if bits_per_number else None,
         "sequences": rows,
         "layers": {
             policy.name: {"window": policy.windows[0]}
@@ -101,32 +104,36 @@ def _shown(
             for policy in policies
         },
     }
-    return found, _render(found)
+    return facts, _render(facts)
 
 
-def _render(found: dict[str, Any]) -> RenderableType:
-    rolling = "" if found["max_length"] is None else f", at most {found['max_length']:,} tokens a layer"
-    bits = "" if found["bits_per_number"] is None else f", codes of {found['bits_per_number']:.2f} real bits a number"
-    facts = f"{found['sinks']} sink tokens and the newest {found['residual']} exact in bfloat16{bits}{rolling}"
+def _render(facts: dict[str, Any]) -> RenderableType:
+    rolling = "" if facts["max_length"] is None else f", at most {facts['max_length']:,} tokens per layer"
+    bits = (
+        ""
+        if facts["bits_per_number"] is None
+        else f", codes of {facts['bits_per_number']:.2f} bits per number with their scales"
+    )
+    summary = f"{facts['sinks']} sink tokens and the newest {facts['residual']} exact in bfloat16{bits}{rolling}"
     size = Table(title="One sequence", title_justify="left")
-    for heading in ("tokens", "bytes", "bytes a token", "bfloat16's", "ratio"):
+    for heading in ("tokens", "bytes", "bytes per token", "in bfloat16", "ratio"):
         size.add_column(heading, justify="right")
-    for row in found["sequences"]:
+    for row in facts["sequences"]:
         size.add_row(
             f"{row['length']:,}", f"{row['bytes']:,}", f"{row['bytes_token']:,.0f}", f"{row['bytes_token_bf16']:,.0f}",
             f"{row['ratio']:.3f}",
         )  # fmt: skip
     layers = Table(title="Layers", title_justify="left")
     layers.add_column("attention")
-    layers.add_column("bits by KV head")
-    for name, layer in found["layers"].items():
+    layers.add_column("bits of each KV head")
+    for name, layer in facts["layers"].items():
         layers.add_row(name, _policy(layer))
-    return Group(Text(facts), size, layers)
+    return Group(Text(summary), size, layers)
 
 
 def _policy(layer: dict[str, Any]) -> str:
     if "bits" not in layer:
-        return f"exact, a window of {layer['window']:,}"
+        return f"exact, window of {layer['window']:,} tokens"
     return " ".join(
         f"{bits}" if not window else f"{bits} (newest {window:,})"
         for bits, window in zip(layer["bits"], layer["windows"], strict=True)

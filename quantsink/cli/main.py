@@ -240,13 +240,17 @@ def report(
         typer.Argument(metavar="CHECKPOINT", help="Exported checkpoints to measure.", show_default=False),
     ] = None,
     data: Annotated[
-        str, typer.Option(metavar="SPEC", help="Text to measure on, as in `calibrate --data`; not the calibration's.")
+        str,
+        typer.Option(
+            metavar="SPEC",
+            help="Text to measure on, as in `calibrate --data`; choose text that the calibration did not read.",
+        ),
     ] = "builtin:heldout",
     calibration: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Calibration of the measured methods. [default: one made on built-in text]",
+            help="Calibration that the methods use. [default: a new one on built-in text]",
             show_default=False,
         ),
     ] = None,

@@ -71,7 +71,7 @@ def test_an_output_folder_is_replaced_only_with_force_and_only_if_nothing_else_l
     (target / "notes.txt").write_text("mine")
     code, _, err = run(capsys, "trigger", "-o", target, "--force")
     assert code == 2
-    assert "holds more than quantsink wrote there" in err
+    assert "holds files that quantsink did not write" in err
     assert (target / "notes.txt").read_text() == "mine"
 
 
