@@ -1,191 +1,11 @@
-// quantsink::sink_attention: which blocks each tile of rows meets, in which form. What then happens is in tile_blocks.h.
+// quantsink::sink_attention: which blocks each tile of rows meets, in which form. tile_blocks.h has what happens then.
 // Included once per instruction set, after its simd_*.h.
 #pragma once
 
-#include "memory.h"
-#include "pack.h"
-#include "tile_blocks.h"
+#include "attention_parts.h"
 
 namespace quantsink {
 namespace {
-
-struct RowId {
-    int64_t head, query;
-    bool sink;
-};
-
-// Rows of one batch row and KV head that go together: all INT8 (those of `sink` heads last), or all native.
-struct TileRows {
-    RowId id[kRows];
-    int64_t count, sink_from;
-    int64_t batch, kv_head;
-    bool native;
-};
-
-template <class T> const T* at(const View& view, int64_t batch, int64_t head, int64_t token) {
-    return static_cast<const T*>(view.data) + batch * view.batch + head * view.head + token * view.token;
-}
-
-// The number format of native heads.
-template <class T> struct NativeOf { using Op = Float32Op; };
-#if defined(__AVX512BF16__)
-template <> struct NativeOf<BF16> { using Op = BFloat16Op; };
-#endif
-
-// Sizes that follow from the shapes.
-struct Sizes {
-    int64_t group, width, row_width, code_groups, native_groups, native_rows;
-
-    Sizes(const Common& a, int64_t cell)
-        : group(a.heads / a.kv_heads), width(round_up(a.value_dim, 16)), row_width(round_up(a.head_dim, 16)),
-          code_groups(ceil_div(a.head_dim, 4)), native_groups(ceil_div(a.head_dim, cell)), native_rows(kBlock / cell) {}
-
-    int64_t key_code_bytes() const { return code_groups * kBlock * 4; }
-    int64_t value_code_bytes() const { return kBlock * width; }
-    int64_t key_number_bytes() const { return native_groups * kBlock * 4; }
-    int64_t value_number_bytes() const { return native_rows * width * 4; }
-};
-
-// What one thread works in.
-struct Scratch {
-    Queries q;
-    State state;
-    PackScratch pack;
-    float* sink_scores;  // [sinks]
-    int64_t free = 0;    // without a mask: keys that every row of the tile sees
-    Block block;
-
-    Scratch(Arena& arena, const Common& a, const Sizes& z, int64_t sinks) {
-        q.cells = arena.take<uint8_t>(kRows * z.row_width * 4);
-        q.code_sum = arena.take<int32_t>(kRows);
-        q.scale = arena.take<float>(kRows);
-        q.offset = arena.take<float>(kRows);
-        q.absolute = arena.take<float>(kRows);
-        q.floor = arena.take<float>(kRows);
-        q.word = arena.take<uint64_t>(kRows);
-        q.softcap = a.softcap;
-        q.scaling = a.scaling;
-        state.width = z.width;
-        state.acc = arena.take<float>(kRows * z.width);
-        state.sum = arena.take<float>(kRows * W);
-        state.top = arena.take<float>(kRows);
-        pack.row = arena.take<float>(z.row_width > z.width ? z.row_width : z.width);
-        pack.codes = arena.take<int8_t>(z.row_width);
-        pack.values = arena.take<float>(kBlock * z.width > z.row_width ? kBlock * z.width : z.row_width);
-        sink_scores = arena.take<float>(sinks + 1);
-        block = take_block(arena, z, true, true, true);
-    }
-
-    static Block take_block(Arena& arena, const Sizes& z, bool codes, bool rest, bool numbers) {
-        Block b{};
-        if (codes) {
-            b.key_codes = arena.take<uint8_t>(z.key_code_bytes());
-            b.key_scale = arena.take<float>(kBlock);
-            b.value_codes = arena.take<uint8_t>(z.value_code_bytes());
-            b.value_scale = arena.take<float>(z.width);
-        }
-        if (rest) {
-            b.rest_codes = arena.take<uint8_t>(z.value_code_bytes());
-            b.rest_scale = arena.take<float>(z.width);
-        }
-        if (numbers) {
-            b.key_numbers = arena.take<uint8_t>(z.key_number_bytes());
-            b.value_numbers = arena.take<uint8_t>(z.value_number_bytes());
-        }
-        b.bad_keys = arena.take<uint64_t>(1);
-        b.bad_values = arena.take<uint64_t>(1);
-        return b;
-    }
-};
-
-// One row's result: the weighted values over the weights, the learned sink in the denominator.
-template <class T>
-void write_row(const Common& a, int64_t batch, const RowId& id, const float* acc, float sum, float top, float unit) {
-    T* out = static_cast<T*>(a.out) + batch * a.out_view.batch + id.head * a.out_view.head + id.query * a.out_view.token;
-    float factor = sum == 0 ? 0 : 1 / sum;
-    if (a.s_aux && sum > 0) {
-        const float lse = (top + std::log2(sum / unit)) / kLog2e;
-        factor *= 1 / (1 + std::exp(a.s_aux[id.head] - lse));
-    }
-    for (int64_t d = 0; d < a.value_dim; d += W) {
-        const F x = load(acc + d) * set(factor);
-        const int64_t left = a.value_dim - d;
-        if constexpr (sizeof(T) == sizeof(float)) {
-            if (left >= W) {
-                store(out + d, x);
-            } else {
-                float tail[W];
-                store(tail, x);
-                std::memcpy(out + d, tail, sizeof(float) * left);
-            }
-        } else {
-            BF16 tail[W];
-            store_words(left >= W ? out + d : tail, factor == factor ? rounded_bf16(x) : set_i(0x7fc0));
-            if (left < W) std::memcpy(out + d, tail, sizeof(BF16) * left);
-        }
-    }
-}
-
-// Parts of one row's keys meet through their maxima (Flash-Decoding).
-template <class T>
-void merge_parts(const Common& a, int64_t batch, const RowId& id, float* part, int64_t count, int64_t stride,
-                 int64_t width, float unit) {
-    float top = -kInfinity;
-    for (int64_t c = 0; c < count; ++c) top = top < part[c * stride] ? part[c * stride] : top;
-    float sum = 0;
-    float* acc = part + 2;
-    for (int64_t c = 0; c < count; ++c) {
-        const float* from = part + c * stride;
-        const float weight = from[0] == -kInfinity ? 0 : exp2s(from[0] - top);
-        // A sum that is not a number stays one, whatever its maximum.
-        sum += from[1] == from[1] ? from[1] * weight : from[1];
-        for (int64_t d = 0; d < width; d += W) {
-            const F before = c == 0 ? set(0.0f) : load(acc + d);
-            store(acc + d, fma(load(from + 2 + d), set(weight), before));
-        }
-    }
-    write_row<T>(a, batch, id, acc, sum, top, unit);
-}
-
-// A mask as bits: [batches][queries][blocks], counted from each row's first real key; and which keys anyone sees.
-struct MaskBits {
-    uint64_t* word = nullptr;
-    uint64_t* seen = nullptr;
-    int64_t batches = 0, queries = 0, blocks = 0;
-
-    uint64_t* of(int64_t batch, int64_t query) const {
-        return word + ((batches == 1 ? 0 : batch) * queries + query) * blocks;
-    }
-    uint64_t* seen_of(int64_t batch) const { return seen + (batches == 1 ? 0 : batch) * blocks; }
-
-    void build(const MaskView& mask, int64_t batch, int64_t first, int64_t keys, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-        for (int64_t i = 0; i < queries; ++i) {
-            const uint8_t* row = mask.data + batch * mask.batch + i * mask.query + first;
-            uint64_t* words = of(batch, i);
-            for (int64_t n = 0; n < blocks; ++n) {
-                const int64_t left = keys - n * kBlock;
-                uint64_t bits = 0;
-                if (left >= kBlock) {
-                    bits = bits_of_bytes(row + n * kBlock);
-                } else {
-                    for (int64_t j = 0; j < left; ++j) bits |= static_cast<uint64_t>(row[n * kBlock + j] != 0) << j;
-                }
-                words[n] = bits;
-            }
-        }
-        uint64_t* all = seen_of(batch);
-        for (int64_t n = 0; n < blocks; ++n) all[n] = 0;
-        for (int64_t i = 0; i < queries; ++i) {
-            for (int64_t n = 0; n < blocks; ++n) all[n] |= of(batch, i)[n];
-        }
-    }
-};
-
-// The column of a batch row's first real key, how many keys there are from it on, and how many of them are exact.
-struct BatchRow {
-    int64_t first, keys, sinks;
-};
 
 template <class T> class SinkAttention {
 public:
@@ -273,8 +93,8 @@ private:
         scratch = arena.take<Scratch>(threads);
         tile = arena.take<TileRows>(threads);
         for (int t = 0; t < threads; ++t) {
-            const Scratch own(arena, a, z, sinks);
-            if (arena.real()) scratch[t] = own;
+            const Scratch thread(arena, a, z, sinks);
+            if (arena.real()) scratch[t] = thread;
         }
     }
 
@@ -317,19 +137,19 @@ private:
         return larger(0, smaller(reach, rows[b].keys));
     }
 
-    void pack_codes(int64_t b, int64_t h, int64_t n, const PackScratch& own, const Block& block) const {
+    void pack_codes(int64_t b, int64_t h, int64_t n, const PackScratch& memory, const Block& block) const {
         const uint64_t bits = seen(b, n);
         const int64_t column = rows[b].first + n * kBlock;
-        pack_key_codes(at<T>(a.key, b, h, column), a.key.token, bits, a.head_dim, mean + h * z.row_width, own, block);
+        pack_key_codes(at<T>(a.key, b, h, column), a.key.token, bits, a.head_dim, mean + h * z.row_width, memory, block);
         const int64_t exact = split ? rows[b].sinks - n * kBlock : 0;
-        pack_value_codes(at<T>(a.value, b, h, column), a.value.token, bits, exact, a.value_dim, z.width, own, block);
+        pack_value_codes(at<T>(a.value, b, h, column), a.value.token, bits, exact, a.value_dim, z.width, memory, block);
     }
 
-    void pack_numbers(int64_t b, int64_t h, int64_t n, const PackScratch& own, const Block& block) const {
+    void pack_numbers(int64_t b, int64_t h, int64_t n, const PackScratch& memory, const Block& block) const {
         const uint64_t bits = seen(b, n);
         const int64_t column = rows[b].first + n * kBlock;
-        pack_native_keys<Op>(at<T>(a.key, b, h, column), a.key.token, bits, a.head_dim, own, block);
-        pack_native_values<Op>(at<T>(a.value, b, h, column), a.value.token, bits, a.value_dim, z.width, own, block);
+        pack_native_keys<Op>(at<T>(a.key, b, h, column), a.key.token, bits, a.head_dim, memory, block);
+        pack_native_values<Op>(at<T>(a.value, b, h, column), a.value.token, bits, a.value_dim, z.width, memory, block);
     }
 
     bool any_of_group(int64_t h, bool native) const {
@@ -344,9 +164,9 @@ private:
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
         for (int64_t n = 0; n < count; ++n) {
             const int64_t b = n / block_count / a.kv_heads, h = n / block_count % a.kv_heads;
-            const Scratch& own = scratch[thread_index()];
-            if (any_of_group(h, false)) pack_codes(b, h, n % block_count, own.pack, blocks[n]);
-            if (any_of_group(h, true)) pack_numbers(b, h, n % block_count, own.pack, blocks[n]);
+            const Scratch& memory = scratch[thread_index()];
+            if (any_of_group(h, false)) pack_codes(b, h, n % block_count, memory.pack, blocks[n]);
+            if (any_of_group(h, true)) pack_numbers(b, h, n % block_count, memory.pack, blocks[n]);
         }
     }
 
@@ -385,69 +205,69 @@ private:
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
         for (int64_t n = 0; n < tiles * chunks; ++n) {
             const int index = thread_index();
-            TileRows& own = tile[index];
-            choose_rows(n / chunks, own);
-            if (own.count) attend(own, n / chunks, n % chunks, scratch[index]);
+            TileRows& rows_of = tile[index];
+            choose_rows(n / chunks, rows_of);
+            if (rows_of.count) attend(rows_of, n / chunks, n % chunks, scratch[index]);
         }
     }
 
-    void set_queries(const TileRows& rows_of, Scratch& own) const {
-        Queries& q = own.q;
+    void set_queries(const TileRows& rows_of, Scratch& memory) const {
+        Queries& q = memory.q;
         q.stride = rows_of.native ? z.row_width * 4 : z.row_width;
         for (int64_t r = 0; r < rows_of.count; ++r) {
             const RowId& id = rows_of.id[r];
             const T* from = at<T>(a.query, rows_of.batch, id.head, id.query);
             q.absolute[r] = a.clip_absolute ? a.clip_absolute[id.head] : kInfinity;
             q.floor[r] = -kInfinity;
-            load_row(from, a.head_dim, own.pack.row, z.row_width);
+            load_row(from, a.head_dim, memory.pack.row, z.row_width);
             if (rows_of.native) {
-                if (!finite(largest(own.pack.row, z.row_width))) own.state.poison(r);
-                native_cells<Op>(from, a.head_dim, own.pack.row, z.row_width, q.cells + r * q.stride);
+                if (!finite(largest(memory.pack.row, z.row_width))) memory.state.poison(r);
+                native_cells<Op>(from, a.head_dim, memory.pack.row, z.row_width, q.cells + r * q.stride);
                 continue;
             }
             const float* centre = mean + rows_of.kv_head * z.row_width;
             F product = set(0.0f);
-            for (int64_t d = 0; d < z.row_width; d += W) product = fma(load(own.pack.row + d), load(centre + d), product);
+            for (int64_t d = 0; d < z.row_width; d += W) product = fma(load(memory.pack.row + d), load(centre + d), product);
             q.offset[r] = hsum(product) * a.scaling;
             auto* code = reinterpret_cast<int8_t*>(q.cells + r * q.stride);
-            const float scale = encode_row(own.pack.row, z.row_width, code, &q.code_sum[r]);
-            if (!finite(scale)) own.state.poison(r);
+            const float scale = encode_row(memory.pack.row, z.row_width, code, &q.code_sum[r]);
+            if (!finite(scale)) memory.state.poison(r);
             q.scale[r] = scale * a.scaling;
         }
     }
 
     // The exact part of a `sink` head's row, before any block; with `top` only its largest score is wanted.
-    void meet_sinks(const TileRows& of, int64_t r, const Scratch& own, float* top) const {
+    void meet_sinks(const TileRows& of, int64_t r, const Scratch& memory, float* top) const {
         const RowId& id = of.id[r];
         const int64_t count = rows[of.batch].sinks, base = (of.batch * a.kv_heads + of.kv_head) * sinks;
-        load_row(at<T>(a.query, of.batch, id.head, id.query), a.head_dim, own.pack.row, z.row_width);
+        load_row(at<T>(a.query, of.batch, id.head, id.query), a.head_dim, memory.pack.row, z.row_width);
         float most = -kInfinity;
         for (int64_t s = 0; s < count; ++s) {
-            own.sink_scores[s] = -kInfinity;
+            memory.sink_scores[s] = -kInfinity;
             if (!(visible(of.batch, id.query, s / kBlock) >> (s % kBlock) & 1)) continue;
             const float* key = sink_keys + (base + s) * z.row_width;
             F product = set(0.0f);
-            for (int64_t d = 0; d < z.row_width; d += W) product = fma(load(own.pack.row + d), load(key + d), product);
+            for (int64_t d = 0; d < z.row_width; d += W) product = fma(load(memory.pack.row + d), load(key + d), product);
             const float raw = hsum(product) * a.scaling;
-            if (!finite(raw)) own.state.poison(r);
+            if (!finite(raw)) memory.state.poison(r);
             float lanes[W];
-            store(lanes, limited(set(raw), a.softcap, own.q.absolute[r]));
-            own.sink_scores[s] = lanes[0] < own.q.floor[r] ? -kInfinity : lanes[0];
-            most = most < own.sink_scores[s] ? own.sink_scores[s] : most;
+            store(lanes, limited(set(raw), a.softcap, memory.q.absolute[r]));
+            memory.sink_scores[s] = lanes[0] < memory.q.floor[r] ? -kInfinity : lanes[0];
+            most = most < memory.sink_scores[s] ? memory.sink_scores[s] : most;
         }
         if (top) {
             *top = *top < most ? most : *top;
             return;
         }
         if (most == -kInfinity) return;
-        own.state.top[r] = most * kLog2e;
-        float* acc = own.state.acc + r * z.width;
+        memory.state.top[r] = most * kLog2e;
+        float* acc = memory.state.acc + r * z.width;
         for (int64_t s = 0; s < count; ++s) {
-            if (own.sink_scores[s] == -kInfinity) continue;
-            const float weight = kUnit * std::exp(own.sink_scores[s] - most);
+            if (memory.sink_scores[s] == -kInfinity) continue;
+            const float weight = kUnit * std::exp(memory.sink_scores[s] - most);
             const float* value = sink_values + (base + s) * z.width;
             for (int64_t d = 0; d < z.width; d += W) store(acc + d, fma(set(weight), load(value + d), load(acc + d)));
-            own.state.sum[r * W] += weight;
+            memory.state.sum[r * W] += weight;
         }
     }
 
@@ -461,46 +281,46 @@ private:
         return *row_clip || absolute || a.softcap > 0;
     }
 
-    void attend(const TileRows& of, int64_t t, int64_t chunk, Scratch& own) const {
-        own.state.reset(of.count);
-        set_queries(of, own);
+    void attend(const TileRows& of, int64_t t, int64_t chunk, Scratch& memory) const {
+        memory.state.reset(of.count);
+        set_queries(of, memory);
         bool row_clip;
         const bool general = needs_limits(of, &row_clip);
         int64_t last = block_count;
         if (!mask.word) {
             last = 0;
-            own.free = a.keys;
+            memory.free = a.keys;
             for (int64_t r = 0; r < of.count; ++r) {
                 const int64_t reach = limit(of.batch, of.id[r].query);
                 last = larger(last, ceil_div(reach, kBlock));
-                own.free = smaller(own.free, reach);
+                memory.free = smaller(memory.free, reach);
             }
         }
-        if (row_clip) find_floors(of, last, own);
+        if (row_clip) find_floors(of, last, memory);
         if (chunk == 0 && !of.native) {
-            for (int64_t r = of.sink_from; r < of.count; ++r) meet_sinks(of, r, own, nullptr);
+            for (int64_t r = of.sink_from; r < of.count; ++r) meet_sinks(of, r, memory, nullptr);
         }
         const int64_t from = chunk * block_count / chunks, to = (chunk + 1) * block_count / chunks;
         for (int64_t n = from; n < smaller(to, last); ++n) {
             if (packed && !of.native && !general) {
-                n += int8_run_of(of, n, smaller(to, last), own);
+                n += int8_run_of(of, n, smaller(to, last), memory);
                 if (n == smaller(to, last)) break;
             }
-            if (!set_words(of, n, own)) continue;
-            const Block& block = block_of(of, n, own);
-            poison_rows(of, block, own);
+            if (!set_words(of, n, memory)) continue;
+            const Block& block = block_of(of, n, memory);
+            poison_rows(of, block, memory);
             if (of.native) {
                 over_rows(0, of.count, [&](int64_t r, auto count) {
-                    native_rows<Op, count>(own.q, own.state, r, block.key_numbers, z.native_groups, block.value_numbers);
+                    native_rows<Op, count>(memory.q, memory.state, r, block.key_numbers, z.native_groups, block.value_numbers);
                 });
                 continue;
             }
-            int8_part(block, 0, of.sink_from, false, general, own);
-            int8_part(block, of.sink_from, of.count, n * kBlock < rows[of.batch].sinks, general, own);
+            int8_part(block, 0, of.sink_from, false, general, memory);
+            int8_part(block, of.sink_from, of.count, n * kBlock < rows[of.batch].sinks, general, memory);
         }
         for (int64_t r = 0; r < of.count; ++r) {
-            const float* acc = own.state.acc + r * z.width;
-            const float sum = hsum(load(own.state.sum + r * W)), top = own.state.top[r];
+            const float* acc = memory.state.acc + r * z.width;
+            const float sum = hsum(load(memory.state.sum + r * W)), top = memory.state.top[r];
             if (chunks == 1) {
                 write_row<T>(a, of.batch, of.id[r], acc, sum, top, unit_of(of));
                 continue;
@@ -512,28 +332,28 @@ private:
         }
     }
 
-    void int8_part(const Block& block, int64_t first, int64_t last, bool rest, bool general, const Scratch& own) const {
+    void int8_part(const Block& block, int64_t first, int64_t last, bool rest, bool general, const Scratch& memory) const {
         if (general) {
-            int8_block<true>(own.q, own.state, first, last, block, rest, z.code_groups);
+            int8_block<true>(memory.q, memory.state, first, last, block, rest, z.code_groups);
         } else {
-            int8_block<false>(own.q, own.state, first, last, block, rest, z.code_groups);
+            int8_block<false>(memory.q, memory.state, first, last, block, rest, z.code_groups);
         }
     }
 
     // Of blocks n..last, those beyond the sinks that every row of a packed tile sees, together; how many that was.
-    int64_t int8_run_of(const TileRows& of, int64_t n, int64_t last, const Scratch& own) const {
+    int64_t int8_run_of(const TileRows& of, int64_t n, int64_t last, const Scratch& memory) const {
         if (mask.word || n * kBlock < rows[of.batch].sinks) return 0;
-        const int64_t count = smaller(last, own.free / kBlock) - n;
+        const int64_t count = smaller(last, memory.free / kBlock) - n;
         const Block* first = &blocks[(of.batch * a.kv_heads + of.kv_head) * block_count + n];
-        return int8_run(own.q, own.state, of.count, first, count, z.code_groups) ? count : 0;
+        return int8_run(memory.q, memory.state, of.count, first, count, z.code_groups) ? count : 0;
     }
 
     static float unit_of(const TileRows& of) { return of.native ? 1 : kUnit; }
 
     // The visible keys of block n for each row, without the exact ones; false where there are none.
-    bool set_words(const TileRows& of, int64_t n, const Scratch& own) const {
-        if (!mask.word && (n + 1) * kBlock <= own.free && n * kBlock >= rows[of.batch].sinks) {
-            for (int64_t r = 0; r < of.count; ++r) own.q.word[r] = ~uint64_t{0};
+    bool set_words(const TileRows& of, int64_t n, const Scratch& memory) const {
+        if (!mask.word && (n + 1) * kBlock <= memory.free && n * kBlock >= rows[of.batch].sinks) {
+            for (int64_t r = 0; r < of.count; ++r) memory.q.word[r] = ~uint64_t{0};
             return true;
         }
         const uint64_t exact = low_bits(rows[of.batch].sinks - n * kBlock);
@@ -541,48 +361,48 @@ private:
         for (int64_t r = 0; r < of.count; ++r) {
             uint64_t word = visible(of.batch, of.id[r].query, n);
             if (of.id[r].sink) word &= ~exact;
-            own.q.word[r] = word;
+            memory.q.word[r] = word;
             any |= word;
         }
         return any;
     }
 
-    const Block& block_of(const TileRows& of, int64_t n, const Scratch& own) const {
+    const Block& block_of(const TileRows& of, int64_t n, const Scratch& memory) const {
         if (packed) return blocks[(of.batch * a.kv_heads + of.kv_head) * block_count + n];
         if (of.native) {
-            pack_numbers(of.batch, of.kv_head, n, own.pack, own.block);
+            pack_numbers(of.batch, of.kv_head, n, memory.pack, memory.block);
         } else {
-            pack_codes(of.batch, of.kv_head, n, own.pack, own.block);
+            pack_codes(of.batch, of.kv_head, n, memory.pack, memory.block);
         }
-        return own.block;
+        return memory.block;
     }
 
     // Rows that see a key or value that is not finite are not finite either.
-    void poison_rows(const TileRows& of, const Block& block, const Scratch& own) const {
+    void poison_rows(const TileRows& of, const Block& block, const Scratch& memory) const {
         if (!(*block.bad_keys | *block.bad_values)) return;
         for (int64_t r = 0; r < of.count; ++r) {
-            if ((own.q.word[r] & *block.bad_keys) || (own.q.word[r] && *block.bad_values)) own.state.poison(r);
+            if ((memory.q.word[r] & *block.bad_keys) || (memory.q.word[r] && *block.bad_values)) memory.state.poison(r);
         }
     }
 
     // Row clip: a first pass finds each row's largest score.
-    void find_floors(const TileRows& of, int64_t last, const Scratch& own) const {
+    void find_floors(const TileRows& of, int64_t last, const Scratch& memory) const {
         float top[kRows];
         for (int64_t r = 0; r < of.count; ++r) top[r] = -kInfinity;
-        for (int64_t r = of.sink_from; !of.native && r < of.count; ++r) meet_sinks(of, r, own, &top[r]);
+        for (int64_t r = of.sink_from; !of.native && r < of.count; ++r) meet_sinks(of, r, memory, &top[r]);
         for (int64_t n = 0; n < last; ++n) {
-            if (!set_words(of, n, own)) continue;
-            const Block& block = block_of(of, n, own);
+            if (!set_words(of, n, memory)) continue;
+            const Block& block = block_of(of, n, memory);
             over_rows(0, of.count, [&](int64_t first, auto count) {
                 constexpr int RR = decltype(count)::value;
                 if (of.native) {
-                    native_tops<Op, RR>(own.q, first, block.key_numbers, z.native_groups, top + first);
+                    native_tops<Op, RR>(memory.q, first, block.key_numbers, z.native_groups, top + first);
                 } else {
-                    int8_tops<RR>(own.q, first, block.key_codes, block.key_scale, z.code_groups, top + first);
+                    int8_tops<RR>(memory.q, first, block.key_codes, block.key_scale, z.code_groups, top + first);
                 }
             });
         }
-        for (int64_t r = 0; r < of.count; ++r) own.q.floor[r] = top[r] - a.clip_row[of.id[r].head];
+        for (int64_t r = 0; r < of.count; ++r) memory.q.floor[r] = top[r] - a.clip_row[of.id[r].head];
     }
 
     void merge_all() const {

@@ -1,5 +1,5 @@
 // quantsink::coded_attention: a few queries over keys and values that lie in memory as codes, read once and in place.
-// Included once per instruction set, after attention_kernel.h.
+// Included once per instruction set, after its simd_*.h.
 //
 // A key is zero + scale * code with one scale and zero point per (block of 64 keys, channel), a value the same per (key,
 // group of 64 channels). With m the middle code, q.k = sum (q * scale) (code - m) + q.(zero + m scale). INT8 rows: the
@@ -11,7 +11,7 @@
 #include <atomic>
 #include <thread>
 
-#include "attention_kernel.h"
+#include "attention_parts.h"
 #include "coded_rows.h"
 #include "exact_rows.h"
 
