@@ -17,8 +17,8 @@ import quantsink
 from quantsink.checkpoint.save_load import save
 from quantsink.checkpoint.streaming import NotStreamableError, stream
 from quantsink.cli.main import main
-from quantsink.errors import CalibrationError, CheckpointError, ModelError, UsageError
-from quantsink.export.export import available_memory, export
+from quantsink.errors import CalibrationError, CheckpointError, ModelError
+from quantsink.export.export import export
 from quantsink.models.fingerprint import model_fingerprint
 from quantsink.models.source import Source, find
 from quantsink.recipe import Activations, Attention, Clip, Recipe
@@ -161,18 +161,6 @@ def test_measuring_changes_no_file(tiny_llama, laid, tmp_path):
     streamed(folder, tmp_path / "not")
     (tmp_path / "not" / "README.md").unlink()
     assert_same(tmp_path / "measured", tmp_path / "not")
-
-
-def test_without_memory_nothing_is_measured(tiny_llama, laid, tmp_path, monkeypatch, never_loaded):
-    folder, said = laid(tiny_llama()), []
-    monkeypatch.setattr("quantsink.export.export.available_memory", lambda: 100_000)
-    assert streamed(folder, tmp_path / "out", measure=True, say=said.append).measured is None
-    assert said[0].startswith("not measured: that takes 0.0 GB of memory")
-    assert "was not measured" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_available_memory_knows_the_limits_of_the_process():
-    assert 10**6 < available_memory() < 10**15
 
 
 def change_shard(folder, number, change):
@@ -326,11 +314,6 @@ def test_json_is_clean_and_progress_goes_to_stderr(tiny_llama, laid, tmp_path, c
     assert json.loads(found.out)["payload_bytes"] > 0
     assert "checking" in found.err
     assert "writing" in found.err
-
-
-def test_sizes_that_the_hub_does_not_read_are_refused(tiny_llama, laid, tmp_path):
-    with pytest.raises(UsageError, match="--max-shard-size 5GiB"):
-        streamed(laid(tiny_llama()), tmp_path / "out", max_shard_size="5GiB")
 
 
 MODELING = """

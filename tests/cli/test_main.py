@@ -15,27 +15,6 @@ from quantsink.cli.main import main
 SMALL = ["--seq-len", "64", "--max-tokens", "512"]
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory, tokenizer):
-    """A model, its calibration and its checkpoint, made by the command line once."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("cli")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=258, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, initializer_range=0.1, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-        max_position_embeddings=512,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    assert main(["calibrate", str(folder / "model"), "-o", str(folder / "calibration"), *SMALL]) == 0
-    export = ["export", str(folder / "model"), "--calibration", str(folder / "calibration")]
-    assert main([*export, "-o", str(folder / "checkpoint")]) == 0
-    return folder
-
-
 def run(capsys, *arguments):
     code = main([str(argument) for argument in arguments])
     out = capsys.readouterr()
@@ -58,56 +37,6 @@ def test_export_writes_a_checkpoint_with_a_card(work):
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "import quantsink" in card
     assert "| perplexity |" in card
-
-
-@pytest.mark.parametrize("what", ["calibration", "checkpoint"])
-def test_inspect(what, work, capsys):
-    code, out, _ = run(capsys, "inspect", work / what)
-    assert code == 0
-    assert len(out.splitlines()) > 5
-    code, out, _ = run(capsys, "inspect", work / what, "--json")
-    assert json.loads(out)["kind"] == what
-
-
-def test_inspect_cache(work, capsys, tmp_path):
-    code, out, _ = run(capsys, "inspect", work / "calibration", "--cache", "--kv-bits", 8, "--length", 4096, "--json")
-    assert code == 0
-    found = json.loads(out)
-    (row,) = found["sequences"]
-    # Two layers of two KV heads of 16, keys and values: bfloat16's bytes; codes with scales cost 9.25 bits here.
-    assert row["bytes_token_bf16"] == 2 * 2 * 2 * 16 * 2
-    assert row["bytes"] == row["bytes_codes"] + row["bytes_exact"]
-    blocks = (4096 - 4 - 64) // 64
-    assert row["bytes_codes"] == blocks * 64 * 2 * 2 * 2 * 16 * 9.25 / 8
-    assert row["bytes_exact"] == (4096 - 64 * blocks) * 2 * 2 * 2 * 16 * 2
-    export = ["export", work / "model", "--calibration", work / "calibration", "--no-measure", "--kv-bits", 8]
-    code, _, err = run(capsys, *export, "-o", tmp_path / "x")
-    assert code == 0, err
-    assert "KV cache of its own | codes of 8.0 bits" in (tmp_path / "x" / "README.md").read_text()
-    code, out, _ = run(capsys, "inspect", tmp_path / "x", "--cache", "--length", 4096, "--json")
-    assert code == 0
-    assert json.loads(out)["sequences"] == [row]
-    code, out, _ = run(capsys, "inspect", tmp_path / "x", "--cache")
-    assert code == 0
-    assert "8 8" in out
-    assert "32,768" in out
-
-
-@pytest.mark.parametrize(
-    ("what", "options", "message"),
-    [
-        ("checkpoint", ["--cache"], "no kv_cache"),
-        ("model", ["--cache"], "not a quantsink checkpoint"),
-        ("calibration", ["--cache", "--length", "0"], "1 or more"),
-        ("calibration", ["--cache", "--kv-bits", "9"], "from 2 to 8"),
-        ("calibration", ["--kv-bits", "4"], "go with --cache"),
-        ("calibration", ["--cache", "--kv-bits", "4"], "--error-windows"),
-    ],
-)
-def test_inspect_cache_says_what_is_wrong(what, options, message, work, capsys):
-    code, _, err = run(capsys, "inspect", work / what, *options)
-    assert code in (1, 2)
-    assert message in last(err)
 
 
 def test_json_is_one_object_and_nothing_else(work, capsys, tmp_path):
