@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _MODULES = {name: f"quantsink.{name}" for name in ("calibration", "errors", "eval", "kernels", "recipe")}
-"""Attributes that need no import of their own."""
+"""Modules that are imported when they are first used as attributes."""
 _MODULES["integration"] = "quantsink.hf.quantizer"  # an older name, which users may import
 
 register()

@@ -42,7 +42,7 @@ def quantize(model: Any, calibration: Calibration | str | Path, recipe: str | Pa
 
     Raises:
         ModelError: the model is quantized already, or accelerate keeps some of its weights elsewhere.
-        CalibrationError: the calibration is damaged or was made of other weights.
+        CalibrationError: the calibration is damaged or belongs to other weights.
         RecipeError: the recipe cannot be read or contradicts itself.
         In each case the model is unchanged.
     """

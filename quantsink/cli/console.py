@@ -19,7 +19,9 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing output
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or .gguf file.", show_default=False)]
 Out = Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to write.", show_default=False)]
 Device = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own; float32 for GGUF), float32, bfloat16, float16.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (the type in the checkpoint; float32 for GGUF), float32, bfloat16, float16.")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run custom code from MODEL's repository; review it first.")
 ]

@@ -303,7 +303,7 @@ def report(
 ) -> None:
     """Measure what quantization costs: perplexity, KL and true bits, next to baselines and controls."""
     if rolling is None and rolling_length is not None:
-        raise UsageError("--rolling-length goes with --rolling")
+        raise UsageError("--rolling-length needs --rolling")
     from quantsink.calibration import Calibration
     from quantsink.calibration import calibrate as run_calibration
     from quantsink.calibration.text import check_not_empty, parse_spec
@@ -419,7 +419,7 @@ def inspect(
 ) -> None:
     """Show what a calibration or a checkpoint holds, without loading the model."""
     if not cache and (recipe or kv_bits is not None or length):
-        raise UsageError("--recipe, --kv-bits and --length go with --cache")
+        raise UsageError("--recipe, --kv-bits and --length need --cache")
     if cache:
         from quantsink.cli.inspect_cache import describe_cache
 

@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: the hub's metadata, what was done, and what was measured of it."""
+"""The model card of a checkpoint: hub metadata, what was quantized, and what was measured."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,10 @@ from quantsink.plan import Plan
 
 @dataclass(frozen=True)
 class Measured:
-    """A quick measurement at export, on text that no calibration reads. `kl` in nats per token."""
+    """A quick measurement at export on text that the calibration did not read.
+
+    `kl` is the mean KL divergence in nats per token; `top1` is the share of tokens with the same most likely token.
+    """
 
     text: str
     tokens: int
@@ -29,7 +32,7 @@ def model_card(
     measured: Measured | None,
     notes: tuple[str, ...] = (),
 ) -> str:
-    """README.md of a checkpoint, with the hub's metadata in its front matter."""
+    """README.md of a checkpoint, with hub metadata in its front matter."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if _hub_id(model):
         lines += [f"base_model: {model}", "base_model_relation: quantized"]
@@ -60,7 +63,7 @@ def model_card(
         widths = [bits for layer in plan.cache.bits.values() for bits in layer]
         mean = f"{sum(widths) / len(widths):.1f}" if widths else "no"
         exact = f"the first {plan.cache.sink_size} and the newest {plan.cache.options.residual} tokens exact"
-        lines += [f"| KV cache of its own | codes of {mean} bits on average, {exact}; not in the figures below |"]
+        lines += [f"| KV cache | codes of {mean} bits on average, {exact}; not in the figures below |"]
     texts = "; ".join(f"{d.name}, {d.tokens:,} tokens" for d in calibration.domains)
     lines += [f"| calibrated on | {texts} |", f"| parameters | {parameters:,} |", ""]
     if measured is None:

@@ -78,8 +78,8 @@ def export(
     Args:
         native_heads: overrides the recipe's; keep this many heads with the largest measured error native.
         kv_bits: overrides the recipe's; the loaded model keeps its KV cache in this many bits per number.
-        dtype: type of everything that stays native; auto is the checkpoint's own (float32 for GGUF).
-        device: the model is measured on it.
+        dtype: type of all native tensors; `auto` is the type in the checkpoint (float32 for GGUF).
+        device: device that the model is measured on.
         measure: measure KL and perplexity on held-out text for the model card, if there is memory for it.
         name: the model's name in the model card; by default MODEL.
         notes: lines for the model card, after those about MODEL itself.
@@ -170,7 +170,7 @@ def _tell(say: Say, text: EvalText | None) -> None:
 
 
 def _if_it_fits(text: EvalText | None, ready: StreamedModel, say: Say) -> EvalText | None:
-    """`text` where the model and its quantized self fit into memory; else None, and the reason is told."""
+    """`text`, or None with a line on why where the model and its quantized copy do not fit into memory."""
     needed, available = 2 * ready.bytes, available_memory()
     if text is None or available is None or needed <= available:
         return text
@@ -179,7 +179,7 @@ def _if_it_fits(text: EvalText | None, ready: StreamedModel, say: Say) -> EvalTe
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still take, by the machine, its cgroup and its own limits; None where unknown."""
+    """Bytes that this process can still allocate under the limits of the machine, its cgroup and itself, or None."""
     free = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -190,14 +190,14 @@ def available_memory() -> int | None:
             free += [os.sysconf("SC_PHYS_PAGES") * page]
         size, resident, _, _, _, data, _ = (int(n) * page for n in Path("/proc/self/statm").read_text().split())
         free += [limit - resident for limit in _cgroup_limits()]
-        for kind, used in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
-            limit = resource.getrlimit(kind)[0]
+        for resource_limit, used in ((resource.RLIMIT_AS, size), (resource.RLIMIT_DATA, data)):
+            limit = resource.getrlimit(resource_limit)[0]
             free += [limit - used] if limit != resource.RLIM_INFINITY else []
     return min(free, default=None)
 
 
 def _cgroup_limits() -> list[int]:
-    """Memory limits of this process's control group and those above it, of either version."""
+    """Memory limits of this process's control group and its parents, in cgroup version 1 or 2."""
     limits = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)

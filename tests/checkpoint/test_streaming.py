@@ -380,6 +380,8 @@ def test_code_of_a_repository_runs_only_when_asked_for(tiny_llama, laid, tmp_pat
         find(str(folder / "model")).tokenizer()
     assert not marker.exists()
 
+    facts = folder / "calibration" / "calibration.json"
+    facts.write_text(facts.read_text().replace('"model_type": "llama"', '"model_type": "own_llama"'))
     assert main([str(part) for part in [*exporting, "--trust-remote-code"]]) == 0, capsys.readouterr().err
     assert marker.exists()
     again = quantsink.load(tmp_path / "x", trust_remote_code=True)

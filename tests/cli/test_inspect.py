@@ -39,7 +39,7 @@ def test_the_cache_is_sized_alike_from_a_calibration_and_from_a_checkpoint(work,
     export = ["export", work / "model", "--calibration", work / "calibration", "--no-measure", "--kv-bits", 8]
     code, _, err = run(capsys, *export, "-o", tmp_path / "x")
     assert code == 0, err
-    assert "KV cache of its own | codes of 8.0 bits" in (tmp_path / "x" / "README.md").read_text()
+    assert "KV cache | codes of 8.0 bits" in (tmp_path / "x" / "README.md").read_text()
     code, out, _ = run(capsys, "inspect", tmp_path / "x", "--cache", "--length", 4096, "--json")
     assert code == 0
     assert json.loads(out)["sequences"] == [row]
@@ -56,7 +56,7 @@ def test_the_cache_is_sized_alike_from_a_calibration_and_from_a_checkpoint(work,
         ("model", ["--cache"], "not a quantsink checkpoint"),
         ("calibration", ["--cache", "--length", "0"], "1 or more"),
         ("calibration", ["--cache", "--kv-bits", "9"], "from 2 to 8"),
-        ("calibration", ["--kv-bits", "4"], "go with --cache"),
+        ("calibration", ["--kv-bits", "4"], "need --cache"),
         ("calibration", ["--cache", "--kv-bits", "4"], "--error-windows"),
     ],
 )

@@ -59,8 +59,8 @@ def test_report(work, capsys, tmp_path):
     rows = json.loads(out)["rows"]
     assert len(rows) == 3
     assert {"report.json", "report.html", "kl_vs_bits.png"} <= {path.name for path in (tmp_path / "r").iterdir()}
-    mine, checkpoint = rows[1], rows[2]
-    assert mine["kl"] == checkpoint["kl"], "a reloaded checkpoint computes the same bits"
+    in_memory, checkpoint = rows[1], rows[2]
+    assert in_memory["kl"] == checkpoint["kl"], "a reloaded checkpoint computes the same bits"
 
 
 def test_report_of_caches(work, capsys, tmp_path):
@@ -81,10 +81,10 @@ def test_report_of_caches(work, capsys, tmp_path):
         "--max-windows", 2, "--kv-bits", "4", "--json",
     )  # fmt: skip
     assert code == 0, err
-    found = json.loads(out)
-    rows = {row["method"]: row for row in found["rows"]}
+    result = json.loads(out)
+    rows = {row["method"]: row for row in result["rows"]}
     assert list(rows) == ["reference", "kv4", "kv4-no-sinks", "kv4-nearest", "kv4-uniform", "kv4-random", "hqq-kv4"]
-    assert (found["conditions"]["context"], found["conditions"]["scored"]) == (128, 2 * 102)
+    assert (result["conditions"]["context"], result["conditions"]["scored"]) == (128, 2 * 102)
     assert 4 < rows["kv4"]["bits_kv"] < 8
     assert 0 < rows["kv4"]["kv_bytes"] < 230 * 2 * 2 * 2 * 16 * 4
     assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.json", "report.html", "kl_vs_kv_bits.png"}
@@ -101,21 +101,21 @@ def test_report_of_a_rolling_cache(work, capsys, tmp_path):
         "--rolling-length", 512, "--max-windows", 2, "--json",
     )  # fmt: skip
     assert code == 0, err
-    found = json.loads(out)
-    assert [row["method"] for row in found["rows"]] == ["reference"]
-    assert [(c["method"], c["sinks"], c["max_length"]) for c in found["rolling"]] == [
+    result = json.loads(out)
+    assert [row["method"] for row in result["rows"]] == ["reference"]
+    assert [(c["method"], c["sinks"], c["max_length"]) for c in result["rolling"]] == [
         ("sinks kept", 4, 512), ("sinks dropped", 0, 512),
     ]  # fmt: skip
-    assert [curve["points"][-1]["tokens"] for curve in found["rolling"]] == [8192, 8192]
+    assert [curve["points"][-1]["tokens"] for curve in result["rolling"]] == [8192, 8192]
     assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.json", "report.html", "rolling.png"}
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--rolling", "8192"], "--rolling 8192: short.txt has 500 tokens; give fewer, or a longer text with --data"),
         (["--rolling", "5000"], "--rolling 5000: a multiple of 4096, 8192 or more"),
-        (["--rolling-length", "512"], "--rolling-length goes with --rolling"),
+        (["--rolling-length", "512"], "--rolling-length needs --rolling"),
         (["--rolling", "8192", "--data", "{tmp}/long.txt"], "--rolling-length 2048: the model takes at most 512"),
         (
             ["--rolling", "8192", "--data", "{tmp}/long.txt", "--rolling-length", "300"],
@@ -123,13 +123,13 @@ def test_report_of_a_rolling_cache(work, capsys, tmp_path):
         ),
     ],
 )
-def test_rolling_errors_come_before_any_work(options, said, work, capsys, tmp_path):
+def test_rolling_errors_come_before_any_work(options, message, work, capsys, tmp_path):
     (tmp_path / "short.txt").write_text("x" * 500)
     (tmp_path / "long.txt").write_text("x" * 8192)
-    given = [option.format(tmp=tmp_path) for option in options]
-    code, out, err = run(capsys, *rolling(work, tmp_path / "r", "--data", tmp_path / "short.txt", *given))
+    options = [option.format(tmp=tmp_path) for option in options]
+    code, out, err = run(capsys, *rolling(work, tmp_path / "r", "--data", tmp_path / "short.txt", *options))
     assert (code, out) == (2, "")
-    assert said in last(err)
+    assert message in last(err)
     assert "reference" not in err
     assert not (tmp_path / "r").exists()
 
@@ -152,7 +152,7 @@ def test_recipe_prints_what_export_reads(work, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["calibrate", "{tmp}/none", "-o", "{tmp}/o"], 1, "neither a folder, a .gguf file nor a hub id"),
         (["calibrate", "{tmp}/none.gguf", "-o", "{tmp}/o"], 1, "no such .gguf file"),
@@ -204,7 +204,7 @@ def test_recipe_prints_what_export_reads(work, capsys, tmp_path):
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_with_the_right_code(
-    arguments, code, said, work, capsys, tmp_path, tiny_llama, tokenizer
+    arguments, code, message, work, capsys, tmp_path, tiny_llama, tokenizer
 ):
     (tmp_path / "empty.txt").write_text("  \n\n ")
     (tmp_path / "full").mkdir()
@@ -222,9 +222,9 @@ def test_bad_input_is_one_line_with_the_right_code(
         path = tmp_path / "damaged" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-64])
     before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
-    found, out, err = run(capsys, *(a.format(tmp=tmp_path, work=work) for a in arguments))
-    assert found == code, err
-    assert said in last(err)
+    exit_code, out, err = run(capsys, *(argument.format(tmp=tmp_path, work=work) for argument in arguments))
+    assert exit_code == code, err
+    assert message in last(err)
     assert last(err).startswith("quantsink: ")
     assert "Traceback" not in err
     assert out == ""
@@ -262,7 +262,7 @@ def test_a_link_is_followed(work, capsys, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
 
 
-def test_resume_keeps_what_is_not_quantsinks(work, capsys, tmp_path):
+def test_resume_keeps_files_that_quantsink_did_not_write(work, capsys, tmp_path):
     shutil.copytree(work / "calibration", tmp_path / "c")
     before = (tmp_path / "c" / "calibration.safetensors").stat().st_mtime_ns
     arguments = ["calibrate", work / "model", "-o", tmp_path / "c", *SMALL, "--resume"]
@@ -282,16 +282,16 @@ def test_leftovers_of_a_killed_run_are_removed(work, capsys, tmp_path):
     assert not stale.exists()
 
 
-def test_wrong_usage_is_2(capsys):
+def test_wrong_usage_exits_with_2(capsys):
     assert run(capsys, "calibrate")[0] == 2
     assert run(capsys, "bogus")[0] == 2
 
 
 def test_debug_shows_the_traceback(tmp_path):
     command = [sys.executable, "-m", "quantsink", "inspect", tmp_path, "--debug"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert found.returncode != 0
-    assert "Traceback" in found.stderr
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert child.returncode != 0
+    assert "Traceback" in child.stderr
 
 
 @pytest.fixture
@@ -418,7 +418,7 @@ def test_a_calibration_of_another_model_type_is_refused_before_the_model_loads(
 
 
 @pytest.mark.parametrize("command", [[], ["export"], ["lab"], ["lab", "trigger"]])
-def test_h_is_help(command, capsys):
+def test_h_is_short_for_help(command, capsys):
     assert run(capsys, *command, "-h") == run(capsys, *command, "--help")
 
 
@@ -434,6 +434,6 @@ def test_import_is_quiet_and_starts_no_device(tmp_path):
     code = (
         "import torch, quantsink; assert not torch.cuda.is_initialized(); assert quantsink.calibrate and quantsink.load"
     )
-    found = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, cwd=tmp_path)
-    assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
+    child = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, cwd=tmp_path)
+    assert (child.returncode, child.stdout, child.stderr) == (0, b"", b"")
     assert Path(tmp_path).is_dir()

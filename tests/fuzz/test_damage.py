@@ -333,8 +333,8 @@ def test_calibrations(surface, file, subjects, copied, ends_well):
         else:
             new, changes = damaged(rng, raw)
         (folder / FILES[file]).write_bytes(new)
-        found = ends_well(surface, f"{case}: {changes}", lambda: Calibration.load(folder), FILES)
-        check_calibration(found, folder, subjects.recipe, f"{case}: {changes}")
+        calibration = ends_well(surface, f"{case}: {changes}", lambda: Calibration.load(folder), FILES)
+        check_calibration(calibration, folder, subjects.recipe, f"{case}: {changes}")
 
 
 def shards(folder: Path) -> list[Path]:
@@ -372,8 +372,8 @@ def test_indices(subjects, copied, ends_well):
     for case, rng in cases(surface):
         text, changes = changed(rng, few)
         index.write_bytes(text.encode("utf-8", "surrogatepass"))
-        found = ends_well(surface, f"{case}: {changes}", lambda: shard_names(index), ("index.json",))
-        for name in found or ():
+        names = ends_well(surface, f"{case}: {changes}", lambda: shard_names(index), ("index.json",))
+        for name in names or ():
             assert (index.parent / name).resolve().parent == index.parent.resolve(), f"{case}: {changes}: {name}"
 
 
@@ -395,9 +395,9 @@ def test_inspect(subjects, copied, ends_well):
         raw = file.read_bytes()
         new, changes = one_changed(rng, file, raw)
         file.write_bytes(new)
-        found = ends_well("inspect", f"{case}: {file.name}: {changes}", lambda: describe(folder), names)
-        if found is not None:
-            json.dumps(found[0], allow_nan=False)
+        described = ends_well("inspect", f"{case}: {file.name}: {changes}", lambda: describe(folder), names)
+        if described is not None:
+            json.dumps(described[0], allow_nan=False)
         file.write_bytes(raw)
 
 
@@ -444,7 +444,7 @@ def test_loading(surface, subjects, tmp_path, ends_well):
 def check_model(model: Any, file: Path, old: bytes, new: bytes, where: str, subjects: Any) -> None:
     """What loads computes numbers; the same ones where nothing that has a meaning was changed."""
     with torch.no_grad():
-        found = model(torch.arange(2, 40)[None]).logits
-    assert bool(found.isfinite().all()) or "NaN" in new.decode("utf-8", "replace"), where
+        logits = model(torch.arange(2, 40)[None]).logits
+    assert bool(logits.isfinite().all()) or "NaN" in new.decode("utf-8", "replace"), where
     if file.name != "config.json" and (file.suffix == ".json" or split(new)[1] == split(old)[1]):
-        assert torch.equal(found, subjects.logits), where
+        assert torch.equal(logits, subjects.logits), where
