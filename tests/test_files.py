@@ -1,8 +1,9 @@
+"""Output folders and files appear whole or not at all."""
+
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_an_error_leaves_nothing_and_loses_nothing(tmp_path):
     assert (tmp_path / "out" / "old").read_text() == "old"
 
 
-def test_a_taken_folder_is_refused_and_replaced_with_force(tmp_path):
+def test_a_folder_that_is_not_empty_is_refused_and_replaced_with_force(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("old")
     with pytest.raises(UsageError, match="not empty"), whole_folder(tmp_path / "out", ours):
@@ -57,7 +58,7 @@ def test_force_replaces_only_what_quantsink_wrote(tmp_path):
     assert (tmp_path / "out" / "thesis").read_text() == "mine"
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_a_file_in_place_of_the_folder_is_kept(tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(UsageError, match="is a file, not a folder"), whole_folder(tmp_path / "out", ours, force=True):
         pass
@@ -78,5 +79,4 @@ def test_a_kill_leaves_the_old_folder(tmp_path):
     assert child.stdout.readline() == b"ready\n"
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    time.sleep(0.1)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["old"]

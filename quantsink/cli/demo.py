@@ -1,4 +1,4 @@
-"""`quantsink demo`: the whole job on a small real model, with text that every Python carries."""
+"""`quantsink demo`: every step on a small real model, with the text that comes with Python."""
 
 import dataclasses
 import importlib.util
@@ -45,7 +45,7 @@ def run(output: Path, *, force: bool, say: Say, progress: Progress) -> tuple[Exp
     """Calibrate, export, load, generate and report. Writes `calibration/`, `checkpoint/` and `report/` below `output`.
 
     Returns:
-        what was exported, the report, and the text that the loaded checkpoint generated.
+        the exported checkpoint, the report, and the text that the loaded checkpoint generated.
     """
     with whole_folder(output, is_demo, force=force) as work:
         exported, report, words = _run(work, say, progress)
@@ -53,7 +53,7 @@ def run(output: Path, *, force: bool, say: Say, progress: Progress) -> tuple[Exp
 
 
 def is_demo(folder: Path) -> bool:
-    """Whether a folder holds what the demo wrote and nothing else."""
+    """Whether the demo wrote everything in a folder."""
     parts = {"calibration": is_calibration, "checkpoint": is_checkpoint, "report": is_report}
     return all(name in parts and parts[name](folder / name) for name in contents(folder))
 
@@ -92,7 +92,7 @@ def _run(output: Path, say: Say, progress: Progress) -> tuple[Exported, Report, 
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any) -> str:
-    """A few greedy tokens of the reloaded checkpoint."""
+    """The prompt and 16 greedy tokens of `model` after it."""
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     out = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
