@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import quantsink
 from quantsink.hf.sink_cache import SinkCache
 from quantsink.models.architecture import Architecture
 from quantsink.models.inputs import cache_argument
@@ -88,3 +90,16 @@ def generate() -> Callable[..., Tensor]:
         return generated
 
     return run
+
+
+@pytest.fixture(scope="session")
+def calibrated(tokenizer: Any) -> tuple[Any, quantsink.Calibration]:
+    """A tiny model and its calibration."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.1, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    return model, quantsink.calibrate(model, tokenizer, "builtin:prose", seq_len=300, max_tokens=2400)
