@@ -43,8 +43,8 @@ def test_reload_in_a_fresh_process(tiny_llama, tokenizer, tmp_path):
     code = (
         "import sys, torch, quantsink; from transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "with torch.no_grad(): found = model(torch.arange(2, 60)[None]).logits\n"
-        "assert torch.equal(found, torch.load(sys.argv[2])), 'other logits'"
+        "with torch.no_grad(): logits = model(torch.arange(2, 60)[None]).logits\n"
+        "assert torch.equal(logits, torch.load(sys.argv[2])), 'other logits'"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "a", tmp_path / "logits.pt"], check=True, cwd=tmp_path)
 
@@ -72,5 +72,5 @@ def test_a_folder_that_is_no_checkpoint(tiny_llama, tmp_path):
         load(tmp_path / "a")
 
 
-def relative(found, expected):
-    return float((found - expected).norm() / expected.norm())
+def relative(result, expected):
+    return float((result - expected).norm() / expected.norm())

@@ -54,12 +54,12 @@ def whole(folder, target, recipe="w8a8", dtype="auto", shard="30KB"):
     save(quantsink.quantize(model, folder / "calibration", recipe), target, max_shard_size=shard)
 
 
-def assert_same(found, expected):
+def assert_same(folder, expected):
     names = sorted(path.name for path in expected.iterdir())
     assert "config.json" in names
-    _, different, missing = filecmp.cmpfiles(expected, found, names, shallow=False)
+    _, different, missing = filecmp.cmpfiles(expected, folder, names, shallow=False)
     assert (different, missing) == ([], [])
-    weights = {path.name for path in found.iterdir() if "safetensors" in path.name}
+    weights = {path.name for path in folder.iterdir() if "safetensors" in path.name}
     assert weights == {name for name in names if "safetensors" in name}
 
 
@@ -129,13 +129,13 @@ def test_other_families(name, tmp_path):
         with pytest.raises(NotStreamableError, match="conversion"):
             stream(source)
         return
-    found, loaded = stream(source), source.model()
-    assert found.fingerprint() == model_fingerprint(loaded)
+    streamed_model, loaded = stream(source), source.model()
+    assert streamed_model.fingerprint() == model_fingerprint(loaded)
     expected = loaded.state_dict()
-    assert found.model.state_dict().keys() == expected.keys()
+    assert streamed_model.model.state_dict().keys() == expected.keys()
     for tensor, name in ((tensor, name) for name, tensor in expected.items()):
-        assert torch.equal(found.read(name), tensor)
-        assert found.read(name).dtype == tensor.dtype
+        assert torch.equal(streamed_model.read(name), tensor)
+        assert streamed_model.read(name).dtype == tensor.dtype
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "phi3"])
@@ -147,11 +147,11 @@ def test_other_families_are_exported_alike(name, laid, tmp_path):
 
 
 def test_a_model_that_transformers_converts_is_loaded_whole_and_that_is_said(laid, tmp_path):
-    folder, said = laid(FAMILIES["mixtral"].build()), []
-    streamed(folder, tmp_path / "streamed", "w8a8", max_shard_size="30KB", say=said.append)
+    folder, lines = laid(FAMILIES["mixtral"].build()), []
+    streamed(folder, tmp_path / "streamed", "w8a8", max_shard_size="30KB", say=lines.append)
     whole(folder, tmp_path / "whole", "w8a8")
     assert_same(tmp_path / "streamed", tmp_path / "whole")
-    assert said[0] == f"{folder / 'model'}: its tensors need conversion; loading it whole"
+    assert lines[0] == f"{folder / 'model'}: its tensors need conversion; loading it whole"
 
 
 def test_measuring_changes_no_file(tiny_llama, laid, tmp_path):
@@ -172,7 +172,7 @@ def change_shard(folder, number, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "said"),
+    ("change", "error_type", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), ModelError, "model.norm.weight is missing from its weight files"),
         (lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(96, 48)}), ModelError, "two tensors of"),
@@ -187,13 +187,13 @@ def change_shard(folder, number, change):
     ids=["missing", "twice", "shape", "nan", "other"],
 )
 def test_wrong_tensors_are_named_before_anything_is_written(
-    change, kind, said, tiny_llama, laid, tmp_path, never_loaded
+    change, error_type, message, tiny_llama, laid, tmp_path, never_loaded
 ):
     folder = laid(tiny_llama(), shard="30KB")
     change_shard(folder, -1, change)
-    with pytest.raises(kind) as error:
+    with pytest.raises(error_type) as error:
         streamed(folder, tmp_path / "out")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["work"]
 
@@ -238,7 +238,7 @@ def test_a_tied_weight_under_its_other_name(tiny_llama, laid, tmp_path, never_lo
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda data: data[:-64], "where its header says"),
         (lambda data: data + b"\0" * 8, "where its header says"),
@@ -249,13 +249,13 @@ def test_a_tied_weight_under_its_other_name(tiny_llama, laid, tmp_path, never_lo
         (lambda data: data[:8] + b"[" * 100 + data[108:], "damaged"),
     ],
 )
-def test_a_damaged_file_is_named(damage, said, tiny_llama, laid, tmp_path, never_loaded):
+def test_a_damaged_file_is_named(damage, message, tiny_llama, laid, tmp_path, never_loaded):
     folder = laid(tiny_llama())
     path = sorted((folder / "model").glob("*.safetensors"))[-1]
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ModelError, match=path.name) as error:
         streamed(folder, tmp_path / "out")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -300,8 +300,8 @@ def test_a_snapshot_of_the_hub(tiny_llama, laid, tmp_path, monkeypatch, never_lo
     assert_same_weights(tmp_path / "after", tmp_path / "before")
 
 
-def assert_same_weights(found, expected):
-    one, other = load_all(found), load_all(expected)
+def assert_same_weights(folder, expected):
+    one, other = load_all(folder), load_all(expected)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -310,10 +310,10 @@ def test_json_is_clean_and_progress_goes_to_stderr(tiny_llama, laid, tmp_path, c
     folder = laid(tiny_llama())
     arguments = ["export", folder / "model", "--calibration", folder / "calibration", "-o", tmp_path / "out"]
     assert main([str(a) for a in [*arguments, "--no-measure", "--json"]]) == 0
-    found = capsys.readouterr()
-    assert json.loads(found.out)["payload_bytes"] > 0
-    assert "checking" in found.err
-    assert "writing" in found.err
+    output = capsys.readouterr()
+    assert json.loads(output.out)["payload_bytes"] > 0
+    assert "checking" in output.err
+    assert "writing" in output.err
 
 
 MODELING = """
@@ -368,8 +368,8 @@ def test_code_of_a_repository_runs_only_when_asked_for(tiny_llama, laid, tmp_pat
         ["report", folder / "model", "-o", tmp_path / "r"],
     ):
         assert main([str(part) for part in command]) == 1
-        said = capsys.readouterr().err.strip().splitlines()[-1]
-        assert "--trust-remote-code" in said
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "--trust-remote-code" in error
     with pytest.raises(CheckpointError, match="trust_remote_code=True"):
         quantsink.load(checkpoint)
     for load in (Source.model, stream):
@@ -410,6 +410,6 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 40, "vocab_size": 4000}
     big_checkpoint.make(tmp_path / "model", 60_000_000, **sizes)
     big_checkpoint.calibration(tmp_path / "model").save(tmp_path / "calibration")
-    found = big_checkpoint.export(tmp_path, growth=170_000_000)
-    assert found["growth"] < found["bytes_out"] < found["bytes_in"]
-    assert os.path.getsize(tmp_path / "out" / "model.safetensors") == found["bytes_out"]
+    facts = big_checkpoint.export(tmp_path, growth=170_000_000)
+    assert facts["growth"] < facts["bytes_out"] < facts["bytes_in"]
+    assert os.path.getsize(tmp_path / "out" / "model.safetensors") == facts["bytes_out"]

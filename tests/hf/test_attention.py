@@ -56,8 +56,8 @@ def test_sliding_layers_decode_after_the_sink_has_left(tiny_gemma, tokenizer):
 def test_a_static_cache_is_as_good_as_a_dynamic_one(family, tokenizer, request):
     model = quantized(request.getfixturevalue(family)(), tokenizer)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 1}
-    found = model.generate(IDS, cache_implementation="static", disable_compile=True, **options)
-    assert torch.equal(found, model.generate(IDS, **options))
+    tokens = model.generate(IDS, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(tokens, model.generate(IDS, **options))
 
 
 def test_prepared_masks_of_every_kind_show_the_padding(tiny_llama, tokenizer):

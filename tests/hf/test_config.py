@@ -10,7 +10,7 @@ from quantsink.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"format_version": 99}, "format 99"),
         ({"surprise": 1}, "unknown key 'surprise'"),
@@ -20,7 +20,7 @@ from quantsink.errors import CheckpointError
         ({"recipe": {"weights": "int3"}}, "'int3'"),
     ],
 )
-def test_a_damaged_config_is_named(change, said, tiny_llama, tokenizer, tmp_path):
+def test_a_damaged_config_is_named(change, message, tiny_llama, tokenizer, tmp_path):
     save(quantized(tiny_llama(), tokenizer), tmp_path / "a")
     path = tmp_path / "a" / "config.json"
     config = json.loads(path.read_text())
@@ -28,4 +28,4 @@ def test_a_damaged_config_is_named(change, said, tiny_llama, tokenizer, tmp_path
     path.write_text(json.dumps(config))
     with pytest.raises(CheckpointError) as error:
         load(tmp_path / "a")
-    assert said in str(error.value)
+    assert message in str(error.value)

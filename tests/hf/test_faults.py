@@ -56,25 +56,27 @@ def test_4_padding_enters_no_statistic(name, side):
     learned = hasattr(model.config, "n_positions") or name == "opt"
     for group in ("heads", "linears"):
         for module, fields in getattr(alone, group).items():
-            for field, wanted in fields.items():
-                found = getattr(batch, group)[module][field]
+            for field, expected in fields.items():
+                statistic = getattr(batch, group)[module][field]
                 if side == "left" and (learned or field.startswith(("key", "query", "gap_count"))):
                     continue  # positions begin elsewhere: rotated keys turn, learned embeddings differ
-                tolerance = 1e-5 * max(1.0, float(wanted[wanted.isfinite()].abs().max()) if wanted.numel() else 1.0)
+                tolerance = 1e-5 * max(
+                    1.0, float(expected[expected.isfinite()].abs().max()) if expected.numel() else 1.0
+                )
                 if field == "gap_count":
                     tolerance = 4  # pairs on a bin's border
-                same = torch.isclose(found, wanted, rtol=1e-5, atol=tolerance) | (found == wanted)
+                same = torch.isclose(statistic, expected, rtol=1e-5, atol=tolerance) | (statistic == expected)
                 assert same.all(), (module, field)
 
 
-@pytest.mark.parametrize("wanted", ["first", "last", "both"])
-def test_7_grouped_queries_protect_their_kv_head(tiny_llama, tokenizer, wanted):
+@pytest.mark.parametrize("native_heads", ["first", "last", "both"])
+def test_7_grouped_queries_protect_their_kv_head(tiny_llama, tokenizer, native_heads):
     """8 query heads on 2 KV heads: 1 is KV head 0's, 6 is KV head 1's."""
     model = tiny_llama(num_attention_heads=8, num_key_value_heads=2)
-    native = {"first": ["0.1"], "last": ["0.6"], "both": ["0.1", "0.6"]}[wanted]
+    native = {"first": ["0.1"], "last": ["0.6"], "both": ["0.1", "0.6"]}[native_heads]
     decided = plan(calibrated(model, tokenizer), quantsink.Recipe.from_dict({"attention": {"native": native}}))
     first = "model.layers.0.self_attn."
-    kv = {"first": range(16), "last": range(16, 32), "both": range(32)}[wanted]
+    kv = {"first": range(16), "last": range(16, 32), "both": range(32)}[native_heads]
     q = [row for head in native for row in range(16 * int(head[2:]), 16 * int(head[2:]) + 16)]
     assert list(decided.linears[first + "k_proj"].native_rows) == list(kv)
     assert list(decided.linears[first + "v_proj"].native_rows) == list(kv)
@@ -97,8 +99,8 @@ def test_11_a_residual_beyond_float16(tiny_llama, tokenizer, recipe, dtype, tmp_
     quantized = quantsink.quantize(model, calibration, recipe)
     quantsink.save(quantized, tmp_path / "out")
     with torch.no_grad():
-        found = quantsink.load(tmp_path / "out")(ids()).logits
-    assert found.isfinite().all()
+        logits = quantsink.load(tmp_path / "out")(ids()).logits
+    assert logits.isfinite().all()
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     assert "F16" not in kinds.values()
@@ -155,8 +157,8 @@ def test_15_learned_sinks_stay_in_the_denominator(tokenizer):
     eager = FAMILIES["gpt_oss"].build(attn_implementation="eager")
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
-        found = eager(tokens, output_attentions=True)
-    for layer, weights in zip(collector.architecture.attentions, found.attentions, strict=True):
+        outputs = eager(tokens, output_attentions=True)
+    for layer, weights in zip(collector.architecture.attentions, outputs.attentions, strict=True):
         fields = collector.heads[layer.name]
         rows = torch.linspace(16, 99, 64).round().long()
         mass = weights[0][:, rows, 0].double().mean(-1)
@@ -168,8 +170,8 @@ def test_15_learned_sinks_stay_in_the_denominator(tokenizer):
         for layer in eager.model.layers:
             layer.self_attn.sinks.fill_(-100.0)
         without = eager(tokens).logits
-    error = (logits - found.logits).abs().median()
-    assert (without - found.logits).abs().median() > 10 * error  # medians: a token may go to another expert
+    error = (logits - outputs.logits).abs().median()
+    assert (without - outputs.logits).abs().median() > 10 * error  # medians: a token may go to another expert
 
 
 def test_16_bits_and_bytes_are_those_on_disk(tiny_llama, tokenizer, tmp_path):
@@ -181,13 +183,13 @@ def test_16_bits_and_bytes_are_those_on_disk(tiny_llama, tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     calibrated(model, tokenizer).save(tmp_path / "calibration")
-    found = export(str(tmp_path / "model"), tmp_path / "calibration", tmp_path / "out", measure=False)
+    exported = export(str(tmp_path / "model"), tmp_path / "calibration", tmp_path / "out", measure=False)
     disk = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
-    assert found.payload_bytes == disk
-    assert found.bits_weight == pytest.approx(disk * 8 / found.parameters, rel=0.01)
-    counted = footprint(quantsink.load(tmp_path / "out"), Architecture.of(model), found.parameters)
+    assert exported.payload_bytes == disk
+    assert exported.bits_weight == pytest.approx(disk * 8 / exported.parameters, rel=0.01)
+    counted = footprint(quantsink.load(tmp_path / "out"), Architecture.of(model), exported.parameters)
     assert counted.payload_bytes == pytest.approx(disk, rel=0.01)
-    assert counted.bits_weight == pytest.approx(disk * 8 / found.parameters, rel=0.01)
+    assert counted.bits_weight == pytest.approx(disk * 8 / exported.parameters, rel=0.01)
 
 
 def test_19_a_generation_config_that_cannot_be_saved(tiny_llama, tokenizer, tmp_path):
@@ -206,12 +208,12 @@ def test_19_a_generation_config_that_cannot_be_saved(tiny_llama, tokenizer, tmp_
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox", "gpt2"])
 def test_20_every_type_gives_the_same_sinks(name, tokenizer):
-    found = {}
+    sinks = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model = families.plant(FAMILIES[name].build(), {0: [2], 1: [1, 3]}).to(dtype)
-        found[dtype] = [(head.layer, head.head) for head in calibrated(model, tokenizer).heads() if head.sink]
-    assert found[torch.float32] == [(0, 2), (1, 1), (1, 3)]
-    assert found[torch.bfloat16] == found[torch.float16] == found[torch.float32]
+        sinks[dtype] = [(head.layer, head.head) for head in calibrated(model, tokenizer).heads() if head.sink]
+    assert sinks[torch.float32] == [(0, 2), (1, 1), (1, 3)]
+    assert sinks[torch.bfloat16] == sinks[torch.float16] == sinks[torch.float32]
 
 
 def test_pictures(tmp_path):
@@ -232,9 +234,9 @@ def test_pictures(tmp_path):
     quantized = quantsink.quantize(model, calibration)
     assert plan(calibration).count(Route.INT8) + plan(calibration).count(Route.SINK) == len(calibration.heads())
     with torch.no_grad():
-        wanted, original = quantized(pixels).last_hidden_state, eager(pixels).last_hidden_state
-    assert (wanted - original).abs().max() < 0.1 * original.abs().max()
+        expected, original = quantized(pixels).last_hidden_state, eager(pixels).last_hidden_state
+    assert (expected - original).abs().max() < 0.1 * original.abs().max()
     quantsink.save(quantized, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["linears"]
     with torch.no_grad():
-        assert torch.equal(quantsink.load(tmp_path / "out")(pixels).last_hidden_state, wanted)
+        assert torch.equal(quantsink.load(tmp_path / "out")(pixels).last_hidden_state, expected)

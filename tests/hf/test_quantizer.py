@@ -19,16 +19,16 @@ from quantsink.recipe import Activations, Recipe
 RECIPES = ["w8a16", "w8a8", "w8a8-static"]
 
 
-def relative(found, expected):
-    return float((found - expected).norm() / expected.norm())
+def relative(result, expected):
+    return float((result - expected).norm() / expected.norm())
 
 
 def test_without_the_import_the_user_reads_what_to_import(tiny_llama, tokenizer, tmp_path):
     save(quantized(tiny_llama(), tokenizer), tmp_path / "a")
     code = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
-    found = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, cwd=tmp_path)
-    assert found.returncode != 0
-    assert "import quantsink" in found.stderr.splitlines()[-1]
+    process = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode != 0
+    assert "import quantsink" in process.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -12,7 +12,7 @@ SCALE = "model.layers.1.mlp.down_proj.weight_scale"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: t.pop(SCALE), f"{SCALE} is missing from model.safetensors"),
         (lambda t: t.update(extra=torch.zeros(3)), "extra in model.safetensors does not belong"),
@@ -21,12 +21,12 @@ SCALE = "model.layers.1.mlp.down_proj.weight_scale"
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
     ],
 )
-def test_missing_surplus_and_wrong_tensors_are_named(change, said, tiny_llama, tokenizer, tmp_path):
+def test_missing_surplus_and_wrong_tensors_are_named(change, message, tiny_llama, tokenizer, tmp_path):
     save(quantized(tiny_llama(), tokenizer), tmp_path / "a")
     tampered(tmp_path / "a", change)
     with pytest.raises(CheckpointError) as error:
         load(tmp_path / "a")
-    assert said in str(error.value)
+    assert message in str(error.value)
     with pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(tmp_path / "a")
 

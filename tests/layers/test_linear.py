@@ -10,9 +10,9 @@ from quantsink.plan import LinearPlan
 
 
 def context(batch=1, length=6, sink_size=1, past=0, mask=None):
-    found = TokenContext(sink_size)
-    found.set((batch, length), past, mask, torch.device("cpu"))
-    return found
+    token_context = TokenContext(sink_size)
+    token_context.set((batch, length), past, mask, torch.device("cpu"))
+    return token_context
 
 
 def layer(plan, seed=0, n=7, k=12, bias=True, dtype=torch.float32, where=None):

@@ -416,8 +416,8 @@ def test_gradients_of_weights_only_layers_are_right():
         model(torch.randn(1, 6, 24))
     x = torch.randn(1, 6, 24, requires_grad=True)
     sum(y.sum() for y in model(x)).backward()
-    wanted = sum((m.weight.float() * m.weight_scale[:, None]).sum(0) for m in (model.q, model.k, model.v))
-    torch.testing.assert_close(x.grad, wanted.expand(1, 6, 24), rtol=1e-4, atol=1e-5)
+    expected = sum((m.weight.float() * m.weight_scale[:, None]).sum(0) for m in (model.q, model.k, model.v))
+    torch.testing.assert_close(x.grad, expected.expand(1, 6, 24), rtol=1e-4, atol=1e-5)
 
 
 @needs_kernels
