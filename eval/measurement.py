@@ -59,6 +59,7 @@ def measure(
     methods: Sequence[Method],
     checkpoints: Sequence[Path] = (),
     load_checkpoint: LoadCheckpoint | None = None,
+    folder_names: Sequence[str] | None = None,
     notes: tuple[str, ...] = (),
     rolling: Stream | None = None,
     progress: Progress | None = None,
@@ -69,6 +70,7 @@ def measure(
         model_name: hub id or path; of a path the report shows only the last part.
         calibration: of this model; None where no method needs one.
         load_checkpoint: loads the model of a checkpoint folder, in the reference's dtype.
+        folder_names: what the report calls each checkpoint's folder; None: the last two parts of its path.
         notes: facts about the model that a reader of the figures must know.
         rolling: the text to run through a rolling cache, sinks kept and dropped; needs a calibration.
 
@@ -105,6 +107,7 @@ def measure(
             raise UsageError(f"--rolling: needs a calibration of {model_name}; give --calibration")
         plans = plan_rolling(model, calibration, rolling)
     payloads = [payload_on_disk(folder) for folder in checkpoints]
+    names = [f"checkpoint ({name})" for name in folder_names or _names(checkpoints)]
     conditions = _conditions(model, tokenizer, model_name, fingerprint[0], parameters, text, calibration)
     with log_probs() as store:
         sums = score_reference(model, text.windows, store, progress=progress)
@@ -113,7 +116,7 @@ def measure(
         size = footprint(model, architecture, parameters)
         rows = [Row.of(first.name, first.description, first.group, size, sums, sums)]
         rows += [_measure_method(bench, method, calibration) for method in methods if method.name != first.name]
-        for folder, name, payload in zip(checkpoints, _names(checkpoints), payloads, strict=True):
+        for folder, name, payload in zip(checkpoints, names, payloads, strict=True):
             assert load_checkpoint is not None
             rows.append(_measure_checkpoint(bench, folder, name, payload, load_checkpoint))
     curves = () if rolling is None else measure_rolling(model, plans, rolling, progress)
@@ -192,12 +195,12 @@ def _check_alike(model: Any, reference: Any, folder: Path) -> None:
 
 
 def _names(checkpoints: Sequence[Path]) -> list[str]:
-    """`checkpoint (FOLDER)`: the last two parts of each path where they differ, else the whole paths."""
+    """The last two parts of each path where they differ, else the whole paths."""
     short = [str(Path(*folder.parts[-2:])) for folder in checkpoints]
     folders = short if len(set(short)) == len(short) else [str(folder) for folder in checkpoints]
     if len(set(folders)) < len(folders):
         raise UsageError(f"checkpoint {folders[0]}: named twice; name each folder once")
-    return [f"checkpoint ({folder})" for folder in folders]
+    return folders
 
 
 def _conditions(

@@ -48,7 +48,7 @@ def run(output: Path, *, force: bool, say: Say, progress: Progress) -> tuple[Exp
         the exported checkpoint, the report, and the text that the loaded checkpoint generated.
     """
     with whole_folder(output, is_demo, force=force) as work:
-        exported, report, words = _run(work, say, progress)
+        exported, report, words = _run(work, output.resolve().name, say, progress)
     return dataclasses.replace(exported, checkpoint=str(output / "checkpoint")), report, words
 
 
@@ -58,7 +58,8 @@ def is_demo(folder: Path) -> bool:
     return all(name in parts and parts[name](folder / name) for name in contents(folder))
 
 
-def _run(output: Path, say: Say, progress: Progress) -> tuple[Exported, Report, str]:
+def _run(output: Path, label: str, say: Say, progress: Progress) -> tuple[Exported, Report, str]:
+    """`output` is a temporary folder; `label` is the name that it gets when it is whole."""
     name = model_name()
     say(f"loading {name}")
     source = find(name)
@@ -83,6 +84,7 @@ def _run(output: Path, say: Say, progress: Progress) -> tuple[Exported, Report, 
         methods=parse_methods(METHODS),
         checkpoints=[output / "checkpoint"],
         load_checkpoint=load,
+        folder_names=[f"{label}/checkpoint"],
         notes=source.notes,
         progress=progress,
     )

@@ -24,3 +24,18 @@ def test_force_may_replace_only_what_a_demo_wrote(work, tmp_path):
     assert not demo.is_demo(tmp_path / "demo")
     (tmp_path / "demo" / "thesis.txt").rename(tmp_path / "demo" / "calibration" / "thesis.txt")
     assert not demo.is_demo(tmp_path / "demo")
+
+
+def test_the_report_calls_the_checkpoint_by_its_final_folder(work, tmp_path, monkeypatch):
+    """The demo works in a temporary folder; nothing that it leaves may name it."""
+    monkeypatch.setattr(demo, "model_name", lambda: str(work / "model"))
+    monkeypatch.setattr(demo, "CALIBRATION_TOKENS", 1024)
+    monkeypatch.setattr(demo, "REPORT_LENGTH", 128)
+    monkeypatch.setattr(demo, "METHODS", "reference")
+    output = tmp_path / "demo"
+    exported, report, words = demo.run(output, force=False, say=lambda _: None, progress=lambda *_: None)
+    assert exported.checkpoint == str(output / "checkpoint")
+    assert [row.method for row in report.rows] == ["reference", "checkpoint (demo/checkpoint)"]
+    assert isinstance(words, str)
+    for name in ("report.html", "report.json"):
+        assert ".part" not in (output / "report" / name).read_text()
