@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab_attention import given, made
 from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -153,29 +154,6 @@ CASES = [
 ]
 MECHANISMS = [case.mechanism for case in CASES]
 by_name = pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda mechanism: mechanism.name)
-
-
-def made(*mechanisms: Mechanism, normalizer: Normalizer = NORMALIZERS[0], **options: Any) -> LabAttention:
-    """In float64, with parameters that are nowhere 0."""
-    torch.manual_seed(0)
-    attention = LabAttention(DIM, HEADS, SIZE, AttentionSpec(normalizer, mechanisms, **options)).double()
-    with torch.no_grad():
-        for parameter in attention.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return attention
-
-
-def given(length: int, batch: int = 3, seed: int = 1) -> tuple[Tensor, Inputs]:
-    """Row 0 is whole, row 1 padded on the left, row 2 on the right; where padding is, x is large."""
-    torch.manual_seed(seed)
-    real = torch.ones(3, length, dtype=torch.bool)
-    cut = length // 3
-    real[1, :cut] = False
-    real[2, length - cut :] = False
-    x = torch.randn(3, length, DIM, dtype=torch.float64)
-    marked = torch.rand(3, length) < 0.2
-    x[~real] *= 100
-    return x[:batch], Inputs(real[:batch], marked[:batch])
 
 
 def by_hand(attention: LabAttention, case: Case, x: Tensor, marked: Tensor) -> Tensor:
